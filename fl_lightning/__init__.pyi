@@ -30,6 +30,9 @@ from .algorithms import FedNSAM as FedNSAM
 from .algorithms import FedNTD as FedNTD
 from .algorithms import FedProx as FedProx
 from .algorithms import FedSAM as FedSAM
+from .algorithms import FedScar as FedScar
+from .algorithms import FedScar4 as FedScar4
+from .algorithms import FedScarl as FedScarl
 from .algorithms import FedSMOO as FedSMOO
 from .algorithms import FedSOL as FedSOL
 from .algorithms import FedSpeed as FedSpeed

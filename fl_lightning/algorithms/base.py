@@ -167,6 +167,7 @@ class LocalObjective(Composed, SupervisedModule):
         values = values if up else self.encoded(values)
         bits: Mapping[str, Any] = {name: 8 * value.nbytes for name, value in values.items()}
         bits = through((part.bits for part in self.all_parts), bits, values, up)
+        bits = {name: n for name, n in bits.items() if not (up and name in self.recalled)}
         for name, n in bits.items():
             ensure(isinstance(n, int) and n >= 0, f"model.parts: bits of {name} = {n!r:.40}: give an int of at least 0")
         return sum(bits.values())
@@ -176,6 +177,7 @@ class LocalObjective(Composed, SupervisedModule):
         if part := self.alone(ctx):
             w = part.client_model(received.w, client)
             return w, client | {"start": w}
+        client, _ = self.seen_state(received.w, client, received)
         w, client = pair_of(self.local_start, client, received, ctx)
         for part in self.all_parts:
             w, client = pair_of(part.local_start, w, client, received, ctx)

@@ -90,6 +90,7 @@ class Composed(Hooks):
             "its duals belong to one model that all clients start from": not self.adds_updates,
             f"its clients receive {down}, which the server makes of the clients of a round": down,
             f"its server needs {up} of clients that started from one model": up,
+            "its server remembers each client's last model": bool(self.recalled),
             "its server computes with the exact upload w": "w" not in self.all_references,
             "its clients' states depend on the server's next step": type(self).client_round_end
             is not Hooks.client_round_end,

@@ -4,13 +4,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.base import Part
+from fl_lightning.algorithms.parts.base import Part, value_of
 from fl_lightning.core import State, Watched, accumulator_dtype, ensure
 from fl_lightning.data.minibatches import CHUNK
 from fl_lightning.engine import Job
@@ -18,7 +19,7 @@ from fl_lightning.engine.batched import BatchedEngine, by_client, is_out_of_memo
 from fl_lightning.trainer.aggregation.base import Mean
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers.base import TAKEN_BACK
-from fl_lightning.trainer.round import Clock, divergences
+from fl_lightning.trainer.round import Clock, divergences, total_over
 from fl_lightning.trainer.run import Run
 
 MEMORY = 1 << 28
@@ -40,6 +41,7 @@ def length(run: Run) -> int:
         and run.fabric.world_size == 1
         and objective.phases == 1
         and not objective.trains_alone
+        and not objective.surveys
         and run.data.batch_size is not None
         and run.settings.asynchronous is None
         and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
@@ -142,6 +144,7 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
     with engine.checked():
         for cohort, its, block in zip(cohorts, batches, engine.blocks_ahead(batches), strict=True):
             ctx = run.round_context(cohort.t)
+            server = value_of(objective.round_start, server, partial(total_over, run, cohort.clients, rows), ctx)
             sent = objective.begin_phase(server, ctx)
             jobs = [
                 Job(k, run.clients.get(k, sent.w, scratch, rows.get(k)), sent, own, each, run.seed, run.varied)

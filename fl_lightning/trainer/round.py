@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from warnings import warn
 
 import torch
+from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import value_of
 from fl_lightning.core import DivergenceError, State, Watched, wait_for
@@ -211,6 +212,9 @@ class Phase:
         self.alone = cohort.phase == objective.phases
         self.last = cohort.phase + 1 == objective.phases
         self.now = self.run.round_context(of.cohort.t, self.ctx.phase)
+        if not cohort.phase:
+            total = partial(total_over, self.run, cohort.clients, of.rows)
+            of.server = value_of(objective.round_start, of.server, total, self.now)
         self.sent = self.current = objective.begin_phase(of.server, self.now)
         self.uploaded_bits = 0  # of the clients of this process
         self._watched = Watched((objective, objective.optimizer, *objective.all_parts))
@@ -302,6 +306,11 @@ class Phase:
         uploads = average(everything, of.server, known, now)
         of.aggregated = rule.metrics(uploads, known, of.server)
         after = rule.phase_end(objective.finish_phase(of.server, self.current, uploads, now), uploads)
+        if objective.surveys and self.last:
+            rows = {**of.rows, **arrivals.rows()}
+            clients = sorted({*self.run.clients.seen, *rows})
+            total = partial(total_over, self.run, clients, rows)
+            after = value_of(objective.survey, after, self.current, uploads, total, now)
         divergence.check_finite(self.run, after, now.t)
         of.server = objective.finish_round(after, self.run.server, now) if self.last else after
         watched.warn_of_server(numbers=False)
@@ -341,7 +350,10 @@ class Phase:
         if self.alone:
             return result
         self.uploaded_bits += objective.bits(result.upload, up=True)
-        result = self.cohort.arrived(result, State(objective.encoded(result.received)), self.run.seed)
+        known = State(objective.encoded(result.received))
+        arrived = self.cohort.arrived(result, known, self.run.seed)
+        own = {name: result.upload[name] for name in objective.recalled}  # it does not travel
+        result = replace(arrived, upload={**arrived.upload, **own})
         rule, stale = self.run.settings.asynchronous, self.now.t - self.ctx.t
         if rule is None or self.round.cohort.flight is None:
             return result
@@ -377,6 +389,27 @@ class Phase:
             run.data.read_ahead([*(job.minibatches.indices for job in jobs), *(each.indices for each in upcoming)])
         if rows and cohort is not None:
             run.clients.read_ahead([k for k in cohort.clients if run.clients.owns(k)])
+
+
+def total_over(
+    run: Run, clients: Iterable[int], rows: Mapping[int, State], function: Callable[[State], Tensor]
+) -> Tensor:
+    """Returns the sum of a function of the clients' states; every process calls.
+
+    Args:
+        run: The run.
+        clients: Their ids.
+        rows: The states of some of them, if newer than what is stored, by id.
+        function: The function, to a vector or a scalar ``(1,)``.
+    """
+    store, w, known = run.clients, run.server.w, State({"w": run.server.w})
+
+    def value(client: State) -> Tensor:
+        return function(run.objective.seen_state(w, client, known)[0])
+
+    mine = ((k, value(store.get(k, w, {}, rows.get(k)))) for k in sorted(clients) if store.owns(k))
+    zero = torch.zeros_like(value(State.initial(store.inits, store.w0, w)))
+    return collectives.sum_of(run.fabric, mine, zero)
 
 
 def replay(run: Run, callback: Callback) -> None:
