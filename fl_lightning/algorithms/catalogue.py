@@ -49,14 +49,15 @@ class Entry(NamedTuple):
         server = State({"w": w, **State.initial(it.server_inits(), w, w)})
         sent = it.begin_phase(server, ctx)
         upload, client = it.without_steps(w, sent, ctx, 3)
-        groups = (client, it.client_inits()), (server, it.server_inits()), (sent, it.wire[0]), (upload, it.wire[1])
+        up = [name for name in it.wire[1] if name not in it.recalled]
+        groups = (client, it.client_inits()), (server, it.server_inits()), (sent, it.wire[0]), (upload, up)
         matrices = sum(n for n, shape in zip(it.flat.numels, it.flat.shapes, strict=True) if len(shape) > 1)
         remarks = {it.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}
         lists = [sizes(values, names, remarks) for values, names in groups]
         cells = [it.paper, *lists, str(it.phases), "/".join(map(str, it.passes)), it.weighting]
         whole = it.flat.d, matrices
-        down, up = (sum(values[name].numel() in whole for name in names) for values, names in groups[2:])
-        return cls(algorithm.__name__, algorithm.__module__.rpartition(".")[2] + ".md", cells, (down, up), it.passes)
+        models = (sum(values[name].numel() in whole for name in names) for values, names in groups[2:])
+        return cls(algorithm.__name__, algorithm.__module__.rpartition(".")[2] + ".md", cells, tuple(models), it.passes)
 
 
 def sizes(values: Mapping[str, Tensor], names: Iterable[str], remarks: Mapping[int, str]) -> str:

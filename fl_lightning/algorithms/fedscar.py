@@ -81,7 +81,7 @@ class FedScar(LocalObjective):
         self.surveys = strength == "variance"
         if self.surveys:
             self.client_state = {**self.client_state, "move": "zeros", "a": 0.0}
-            self.server_state = {**self.server_state, "a": 0.0}
+            self.server_state = {**self.server_state, "update": "zeros", "a": 0.0}
 
     def pushed(self, client: State, w: Tensor) -> Tensor:
         """``alpha unit(w^t - z_i)``; at first contact z_i is w^t, and the push zero."""
@@ -124,18 +124,18 @@ class FedScar(LocalObjective):
         """``w <- wbar + beta / M sum (h_j - b_j)`` over all clients; pushes of those who did not answer are undone."""
         h_sum = server.h_sum + uploads.n * (uploads.mean("w") - uploads.mean("start_w"))
         b_sum = self.decayed(server.b_sum, server.last, ctx) + uploads.n * uploads.mean("push")
+        update = {"update": uploads.weighted("w") - sent.w} if self.surveys else {}
         server = super().server_step(server, sent, uploads, ctx)
         w = server.w + self.shift(h_sum / ctx.m, b_sum / ctx.m)
-        return server.replace(w=w, h_sum=h_sum, b_sum=b_sum, last=server.last * 0 + ctx.t)
+        return server.replace(w=w, h_sum=h_sum, b_sum=b_sum, last=server.last * 0 + ctx.t, **update)
 
     def shift(self, h: Tensor, b: Tensor) -> Tensor:
         """Returns what the server adds to the mean of the models, given the mean dual and the mean bias."""
         return self.beta * (h - b)
 
-    def survey(self, server: State, sent: State, uploads: Uploads, total: Sum, ctx: RoundContext) -> State:
+    def survey(self, server: State, total: Sum, ctx: RoundContext) -> State:
         """``a = alpha / M sum ||m_j - (wbar - w^t)||`` over all clients ever seen, m_j the last move of each."""
-        update = uploads.weighted("w") - sent.w
-        return server.replace(a=self.alpha / ctx.m * total(lambda client: norm(client.move - update)))
+        return server.replace(a=self.alpha / ctx.m * total(lambda client: norm(client.move - server.update)))
 
     def client_round_end(self, client: State, server: State) -> State:
         """Only the cohort gets the new strength; it is used at the next contact."""

@@ -121,13 +121,11 @@ class Hooks:
         """Returns the server's next state, from averages of the uploads."""
         return self.server_update(server, sent.w - uploads.weighted("w"), ctx)
 
-    def survey(self, server: State, sent: State, uploads: Uploads, total: Sum, ctx: RoundContext) -> State:
+    def survey(self, server: State, total: Sum, ctx: RoundContext) -> State:
         """Returns the server's state after its step, given what it has kept of all clients; called if ``surveys``.
 
         Args:
             server: Its state.
-            sent: What it has sent.
-            uploads: Averages of the uploads.
             total: The sum over all clients ever seen, of their states; of this round's cohort of the new ones.
             ctx: The context.
         """

@@ -19,7 +19,7 @@ from fl_lightning.engine.batched import BatchedEngine, by_client, is_out_of_memo
 from fl_lightning.trainer.aggregation.base import Mean
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers.base import TAKEN_BACK
-from fl_lightning.trainer.round import Clock, divergences, total_over
+from fl_lightning.trainer.round import Clock, divergences, surveyed, total_over
 from fl_lightning.trainer.run import Run
 
 MEMORY = 1 << 28
@@ -41,7 +41,6 @@ def length(run: Run) -> int:
         and run.fabric.world_size == 1
         and objective.phases == 1
         and not objective.trains_alone
-        and not objective.surveys
         and run.data.batch_size is not None
         and run.settings.asynchronous is None
         and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
@@ -144,7 +143,8 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
     with engine.checked():
         for cohort, its, block in zip(cohorts, batches, engine.blocks_ahead(batches), strict=True):
             ctx = run.round_context(cohort.t)
-            server = value_of(objective.round_start, server, partial(total_over, run, cohort.clients, rows), ctx)
+            total = partial(total_over, run, server.w, cohort.clients, rows)
+            server = value_of(objective.round_start, server, total, ctx)
             sent = objective.begin_phase(server, ctx)
             jobs = [
                 Job(k, run.clients.get(k, sent.w, scratch, rows.get(k)), sent, own, each, run.seed, run.varied)
@@ -158,10 +158,12 @@ def _train(run: Run, cohorts: Sequence[Cohort]) -> list[Trained]:
                 uploads.add(each, client.n_k)
             watched = Watched((objective, *objective.all_parts))
             after = objective.finish_phase(server, sent, uploads, ctx)
+            trained = dict(zip(cohort.clients, map(State, by_client(state, len(jobs))), strict=True))
+            if objective.surveys:
+                after = surveyed(run, server.w, after, {**rows, **trained}, ctx)
             server = objective.finish_round(after, server, ctx)
             watched.warn_of_server(numbers=False)
-            kept = [objective.finish_client(State(row), server) for row in by_client(state, len(jobs))]
-            new = dict(zip(cohort.clients, kept, strict=True))
+            new = {k: objective.finish_client(row, server) for k, row in trained.items()}
             rows |= new
             up = [objective.bits(each, up=True) for each in arrived[: 1 if alike else None]]
             bits = len(jobs) * objective.bits(sent, up=False) + sum(up) * (len(jobs) // len(up))

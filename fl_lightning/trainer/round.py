@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import value_of
-from fl_lightning.core import DivergenceError, State, Watched, wait_for
+from fl_lightning.core import DivergenceError, RoundContext, State, Watched, wait_for
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
@@ -213,7 +213,7 @@ class Phase:
         self.last = cohort.phase + 1 == objective.phases
         self.now = self.run.round_context(of.cohort.t, self.ctx.phase)
         if not cohort.phase:
-            total = partial(total_over, self.run, cohort.clients, of.rows)
+            total = partial(total_over, self.run, of.server.w, cohort.clients, of.rows)
             of.server = value_of(objective.round_start, of.server, total, self.now)
         self.sent = self.current = objective.begin_phase(of.server, self.now)
         self.uploaded_bits = 0  # of the clients of this process
@@ -306,11 +306,9 @@ class Phase:
         uploads = average(everything, of.server, known, now)
         of.aggregated = rule.metrics(uploads, known, of.server)
         after = rule.phase_end(objective.finish_phase(of.server, self.current, uploads, now), uploads)
-        if objective.surveys and self.last:
+        if self.last and objective.surveys:
             rows = {**of.rows, **arrivals.rows()}
-            clients = sorted({*self.run.clients.seen, *rows})
-            total = partial(total_over, self.run, clients, rows)
-            after = value_of(objective.survey, after, self.current, uploads, total, now)
+            after = surveyed(self.run, of.server.w, after, rows, now)
         divergence.check_finite(self.run, after, now.t)
         of.server = objective.finish_round(after, self.run.server, now) if self.last else after
         watched.warn_of_server(numbers=False)
@@ -392,17 +390,18 @@ class Phase:
 
 
 def total_over(
-    run: Run, clients: Iterable[int], rows: Mapping[int, State], function: Callable[[State], Tensor]
+    run: Run, w: Tensor, clients: Iterable[int], rows: Mapping[int, State], function: Callable[[State], Tensor]
 ) -> Tensor:
     """Returns the sum of a function of the clients' states; every process calls.
 
     Args:
         run: The run.
+        w: The server's model, ``(d,)``.
         clients: Their ids.
         rows: The states of some of them, if newer than what is stored, by id.
         function: The function, to a vector or a scalar ``(1,)``.
     """
-    store, w, known = run.clients, run.server.w, State({"w": run.server.w})
+    store, known = run.clients, State({"w": w})
 
     def value(client: State) -> Tensor:
         return function(run.objective.seen_state(w, client, known)[0])
@@ -410,6 +409,20 @@ def total_over(
     mine = ((k, value(store.get(k, w, {}, rows.get(k)))) for k in sorted(clients) if store.owns(k))
     zero = torch.zeros_like(value(State.initial(store.inits, store.w0, w)))
     return collectives.sum_of(run.fabric, mine, zero)
+
+
+def surveyed(run: Run, w: Tensor, after: State, rows: Mapping[int, State], ctx: RoundContext) -> State:
+    """Returns the server's state after its survey of all clients ever seen; every process calls.
+
+    Args:
+        run: The run.
+        w: The server's model before its step, ``(d,)``.
+        after: Its state after the step.
+        rows: The clients' states that are newer than what is stored, by id.
+        ctx: The context of the step.
+    """
+    total = partial(total_over, run, w, {*run.clients.seen, *rows}, rows)
+    return value_of(run.objective.survey, after, total, ctx)
 
 
 def replay(run: Run, callback: Callback) -> None:
