@@ -56,8 +56,10 @@ class Entry(NamedTuple):
         lists = [sizes(values, names, remarks) for values, names in groups]
         cells = [it.paper, *lists, str(it.phases), "/".join(map(str, it.passes)), it.weighting]
         whole = it.flat.d, matrices
-        models = (sum(values[name].numel() in whole for name in names) for values, names in groups[2:])
-        return cls(algorithm.__name__, algorithm.__module__.rpartition(".")[2] + ".md", cells, tuple(models), it.passes)
+        received, uploaded = (sum(values[name].numel() in whole for name in names) for values, names in groups[2:])
+        return cls(
+            algorithm.__name__, algorithm.__module__.rpartition(".")[2] + ".md", cells, (received, uploaded), it.passes
+        )
 
 
 def sizes(values: Mapping[str, Tensor], names: Iterable[str], remarks: Mapping[int, str]) -> str:

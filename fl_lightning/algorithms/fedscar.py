@@ -185,7 +185,7 @@ class FedScar4(FedDyn):
 
     paper = FedScar.paper
     client_state = {**FedDyn.client_state, "z": "w"}
-    up = ("w", "start_w")
+    up: tuple[str, ...] = ("w", "start_w")
     default_weighting: Weighting = "samples"
 
     def __init__(self, net: nn.Module, alpha: Positive = 0.01, beta: NonNegative = 0.1, **kwargs: Any) -> None:
