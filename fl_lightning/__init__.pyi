@@ -59,6 +59,7 @@ from .algorithms.parts.base import Part as Part
 from .algorithms.parts.compress import Compress as Compress
 from .algorithms.parts.flexlora import FlexLoRA as FlexLoRA
 from .algorithms.parts.local_optimizer import LocalOptimizer as LocalOptimizer
+from .algorithms.parts.man import MAN as MAN
 from .algorithms.parts.muon import Muon as Muon
 from .algorithms.parts.personal import Ditto as Ditto
 from .algorithms.parts.personal import Personal as Personal
