@@ -7,6 +7,8 @@ They are those of the fourth group of the spec.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.autograd import grad
+from torch.nn.functional import conv2d, cross_entropy, linear, max_pool2d, relu
 
 from tests.integration.boxes import Models, Problem
 
@@ -98,4 +100,30 @@ def fedscar4(P: Problem, alpha: float, beta: float) -> Models:
             lam[i] = lam[i] + (wk[i] - v0)
             z[i] = wk[i]
         w.append(P.mean(wk) + sum(lam, P.zero) / P.M)
+    return w
+
+
+def activations(P: Problem, k: int, v: Tensor) -> list[Tensor]:
+    """The outputs of the convolution and of the first linear layer after ReLU, pooling not counted."""
+    p, (x, _) = P.split(v), P.data[k]
+    conv = relu(conv2d(x, p["conv.weight"], p["conv.bias"], padding=1))
+    fc1 = relu(linear(max_pool2d(conv, 2).flatten(1), p["fc1.weight"], p["fc1.bias"]))
+    return [conv, fc1]
+
+
+def man(P: Problem, zeta: float, rho: float = 0.0) -> Models:
+    """MAN with FedAvg; with rho FedSAM: the term is in both passes."""
+    w = [P.w0]
+
+    def g(k: int, v: Tensor) -> Tensor:
+        v = v.detach().requires_grad_()
+        term = sum((a**2).mean() for a in activations(P, k, v))
+        return grad(cross_entropy(P.logits(k, v), P.data[k][1]) + zeta / 2 * term, v)[0]
+
+    def d(k: int, v: Tensor) -> Tensor:
+        ascent = rho * along(g(k, v)) if rho else 0
+        return g(k, v + ascent)
+
+    for t, S in P.rounds():
+        w.append(P.mean({k: P.sgd(t, k, w[t], lambda v, k=k: d(k, v)) for k in S}))
     return w

@@ -352,6 +352,11 @@ CASES |= {
         lambda P: third_boxes.muon(P, 0.005, 4, 0.98, gamma=0.3),
         lambda **k: fl.FedMuon(gamma=0.3, **instead(k, fl.Muon(lr_others=0.25, momentum=0.98))),  # type: ignore[arg-type]
     ),
+    "FedAvg+MAN": (lambda P: fourth_boxes.man(P, 0.5), lambda **k: fl.FedAvg(parts=[fl.MAN(0.5)], **k)),
+    "FedSAM+MAN": (
+        lambda P: fourth_boxes.man(P, 1.0, 0.1),
+        lambda **k: fl.FedSAM(rho=0.1, parts=[fl.MAN(1.0)], **k),
+    ),
     "FedScar": (fourth_boxes.fedscar, lambda **k: fl.FedScar(**k)),
     "FedScar-rho0": (
         lambda P: fourth_boxes.fedscar(P, 0.5, 0.5, 0.3, 0.0),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fl_lightning import (
+    MAN,
     MOON,
     SAM,
     SCAFFOLD,
@@ -48,10 +49,20 @@ from fl_lightning import (
     LocalObjective,
     Muon,
 )
-from fl_lightning.core import State, norm
+from fl_lightning.algorithms.parts import Gradient, Step, admm_pull
+from fl_lightning.core import ClientContext, State, norm
 from tests.problem import GOLDEN, Golden
 
 Make = Callable[..., LocalObjective]
+
+
+class BySize(FedDyn):
+    """FedDyn with alpha times mean size / own size in the steps, as in its authors' program."""
+
+    def local_step(self, w: torch.Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
+        g = self.local_gradient(w, grad, client, received, ctx)
+        return g + ctx.n_mean / ctx.n_k * admm_pull(client.lam, w, client.start, self.beta), client
+
 
 RUNS: dict[str, Make] = {
     "FL-Simulator__FedAvg": lambda **k: FedAvg(weighting="uniform", **k),
@@ -91,6 +102,9 @@ MORE: dict[str, Make] = {
     "DPFed__FedTOGA__eq": lambda **k: FedTOGA(rho=0.1, b1=0.9, beta=10, last_g="corrected", **k),
     "REPAIRED-FedMuon__Local_Muon__float64": lambda **k: LocalMuon(k["net"], Muon(lr_others=1.0)),
     "REPAIRED-FedMuon__FedMuon__float64": lambda **k: FedMuon(k["net"], 0.5, Muon(lr_others=1.0, momentum=0.98)),
+    "fedMAN__FedAvg+MAN": lambda **k: FedAvg(parts=[MAN(0.15)], **k),
+    "fedMAN__FedSAM+MAN": lambda **k: FedSAM(rho=0.05, parts=[MAN(1.0)], **k),
+    "fedMAN__FedDyn+MAN": lambda **k: BySize(beta=10, parts=[MAN(1.0)], **k),
     "FedScar__FedScar__rho0": lambda **k: FedScar(rho=0, **k),
     "REPAIRED-FedScar__FedScar__alpha0.5_gama0.5_beta0.3_rho0.05": lambda **k: FedScar(
         alpha=0.5, gamma=0.5, beta=0.3, rho=0.05, **k

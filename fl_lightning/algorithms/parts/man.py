@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fl_lightning.algorithms.module import SupervisedModule
 from fl_lightning.algorithms.parts.base import Further, Part
 from fl_lightning.core import NonNegative, ensure, matching
 
@@ -46,7 +47,10 @@ class MAN(Part):
         self.zeta, self.layers, self.before_pooling = zeta, layers, before_pooling
 
     def attach(self, objective: Any) -> None:
-        """Checks the names of ``layers``."""
+        """Checks the names of ``layers``, and that the local objective is one to which the term can be added."""
+        kind = type(objective)
+        own = kind.training_step is not SupervisedModule.training_step
+        ensure(not own, f"{KEY}: {kind.__name__} has a training_step of its own, which lacks the term; define losses")
         if self.layers is not None:
             self._modules(objective.net)
 
