@@ -213,7 +213,7 @@ def draw() -> None:
             continue
         x, y = ([float(row[c]) for row in found[label]] for c in ("lambda_max", "acc_mean_last5"))
         at = (statistics.mean(x), statistics.mean(y))
-        marker, face, _ = kinds[bool(models[name].client), "SAM" in label.split() or models[name].passes[1] > 1]
+        marker, face, _ = kinds[models[name].cells[1] != "-", "SAM" in label.split() or models[name].passes[1] > 1]
         axes.errorbar(
             *at, xerr=deviation(x), yerr=deviation(y), fmt=marker, color="0.2", markerfacecolor=face,
             ecolor="0.8", elinewidth=0.8, markersize=7 if face == "white" else 4.5, zorder=3 + (face != "white"),

@@ -149,6 +149,7 @@ from .trainer.measurements import AdaptiveSharpness as AdaptiveSharpness
 from .trainer.measurements import ClientEvaluation as ClientEvaluation
 from .trainer.measurements import ClientLambdaMax as ClientLambdaMax
 from .trainer.measurements import CohortLoss as CohortLoss
+from .trainer.measurements import CriticalSharpness as CriticalSharpness
 from .trainer.measurements import DeltaEpsilon as DeltaEpsilon
 from .trainer.measurements import Discrepancy as Discrepancy
 from .trainer.measurements import HessianTrace as HessianTrace

@@ -1,3 +1,5 @@
+from .critical import Crossing as Crossing
+from .critical import critical_rate as critical_rate
 from .eigenvalues import Eigenpair as Eigenpair
 from .eigenvalues import Interrupted as Interrupted
 from .eigenvalues import Spectrum as Spectrum
