@@ -91,7 +91,7 @@ class CriticalSharpness(Measure):
             self._moved[result.client] = _Moved(k_lr, direction.cpu(), self._rate("own", at, direction, k_lr, slope))
 
     def _rate(self, of: str, at: Mapping[str, Any], direction: Tensor, k_lr: float, slope: float) -> Crossing:
-        first, most = self._first.get(of, 1e-3), MOST_MOVES * k_lr if k_lr else None
+        first, most = self._first.get(of, k_lr or 1.0), MOST_MOVES * k_lr if k_lr else None
         return critical_rate(**at, direction=direction, first=first, highest=most, slope=slope, tol=self.tol)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
