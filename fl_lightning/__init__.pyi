@@ -30,6 +30,9 @@ from .algorithms import FedNSAM as FedNSAM
 from .algorithms import FedNTD as FedNTD
 from .algorithms import FedProx as FedProx
 from .algorithms import FedSAM as FedSAM
+from .algorithms import FedScar as FedScar
+from .algorithms import FedScar4 as FedScar4
+from .algorithms import FedScarl as FedScarl
 from .algorithms import FedSMOO as FedSMOO
 from .algorithms import FedSOL as FedSOL
 from .algorithms import FedSpeed as FedSpeed
@@ -56,6 +59,7 @@ from .algorithms.parts.base import Part as Part
 from .algorithms.parts.compress import Compress as Compress
 from .algorithms.parts.flexlora import FlexLoRA as FlexLoRA
 from .algorithms.parts.local_optimizer import LocalOptimizer as LocalOptimizer
+from .algorithms.parts.man import MAN as MAN
 from .algorithms.parts.muon import Muon as Muon
 from .algorithms.parts.personal import Ditto as Ditto
 from .algorithms.parts.personal import Personal as Personal
@@ -145,6 +149,7 @@ from .trainer.measurements import AdaptiveSharpness as AdaptiveSharpness
 from .trainer.measurements import ClientEvaluation as ClientEvaluation
 from .trainer.measurements import ClientLambdaMax as ClientLambdaMax
 from .trainer.measurements import CohortLoss as CohortLoss
+from .trainer.measurements import CriticalSharpness as CriticalSharpness
 from .trainer.measurements import DeltaEpsilon as DeltaEpsilon
 from .trainer.measurements import Discrepancy as Discrepancy
 from .trainer.measurements import HessianTrace as HessianTrace

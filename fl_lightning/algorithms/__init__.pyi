@@ -30,6 +30,9 @@ from .fedntd import FedNTD as FedNTD
 from .fedprox import FedProx as FedProx
 from .fedsam import FedASAM as FedASAM
 from .fedsam import FedSAM as FedSAM
+from .fedscar import FedScar as FedScar
+from .fedscar import FedScar4 as FedScar4
+from .fedscar import FedScarl as FedScarl
 from .fedsmoo import FedSMOO as FedSMOO
 from .fedsol import FedSOL as FedSOL
 from .fedspeed import FedSpeed as FedSpeed

@@ -1,6 +1,7 @@
 """A federated algorithm as a LightningModule: its parts, and what engines and the trainer call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from inspect import BoundArguments
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from fl_lightning.algorithms.composed import Composed
 from fl_lightning.algorithms.lightning_optimizer import CentralizedOptimizer
 from fl_lightning.algorithms.metrics import Metrics
-from fl_lightning.algorithms.module import SupervisedModule
+from fl_lightning.algorithms.module import Losses, SupervisedModule
 from fl_lightning.algorithms.parts import (
     SGD,
     Ascent,
@@ -157,6 +158,28 @@ class LocalObjective(Composed, SupervisedModule):
         check_owners("the name", [(f"{label}.down", owner.down) for label, owner in owners])
         ensure("w" in self.down, f"{name}.down = {self.down}: lacks 'w', the model that clients start from; add it")
 
+    def minibatch_loss(
+        self,
+        forward: Callable[[], Any],
+        target: Tensor,
+        *teacher: Any,
+        weight: Tensor | None = None,
+        losses: Losses | None = None,
+    ) -> Tensor:
+        """See `SupervisedModule`; parts add their losses to those of the objective."""
+        further = [] if losses is not None else [part.further(self.net) for part in self.parts]
+        values: list[Tensor] = []
+
+        def watched() -> Any:
+            with ExitStack() as stack:
+                seen = [stack.enter_context(each) for each in further if each is not None]
+                output = forward()
+            values.extend(of(len(target)) for of in seen)
+            return output
+
+        loss = super().minibatch_loss(watched, target, *teacher, weight=weight, losses=losses)
+        return loss + sum(v.mean() if weight is None else torch.sum(v * weight) for v in values) if values else loss
+
     # What engines and the trainer call: the hooks of the algorithm, then those of its parts
 
     def lr(self, ctx: RoundContext) -> float:
@@ -178,6 +201,7 @@ class LocalObjective(Composed, SupervisedModule):
         values = values if up else self.encoded(values)
         bits: Mapping[str, Any] = {name: 8 * value.nbytes for name, value in values.items()}
         bits = through((part.bits for part in self.all_parts), bits, values, up)
+        bits = {name: n for name, n in bits.items() if not (up and name in self.recalled)}
         for name, n in bits.items():
             ensure(isinstance(n, int) and n >= 0, f"model.parts: bits of {name} = {n!r:.40}: give an int of at least 0")
         return sum(bits.values())
@@ -187,6 +211,7 @@ class LocalObjective(Composed, SupervisedModule):
         if part := self.alone(ctx):
             w = part.client_model(received.w, client)
             return w, client | {"start": w}
+        client, _ = self.seen_state(received.w, client, received)
         w, client = pair_of(self.local_start, client, received, ctx)
         for part in self.all_parts:
             w, client = pair_of(part.local_start, w, client, received, ctx)

@@ -52,7 +52,8 @@ class Entry(NamedTuple):
         server = State({"w": w, **State.initial(it.server_inits(), w, w)})
         sent = it.begin_phase(server, ctx)
         upload, client = it.without_steps(w, sent, ctx, 3)
-        groups = (client, it.client_inits()), (server, it.server_inits()), (sent, it.wire[0]), (upload, it.wire[1])
+        travels = [name for name in it.wire[1] if name not in it.recalled]
+        groups = (client, it.client_inits()), (server, it.server_inits()), (sent, it.wire[0]), (upload, travels)
         matrices = sum(n for n, shape in zip(it.flat.numels, it.flat.shapes, strict=True) if len(shape) > 1)
         remarks = {it.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}
         lists = [sizes(values, names, remarks) for values, names in groups]

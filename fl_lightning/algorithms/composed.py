@@ -90,6 +90,7 @@ class Composed(Hooks):
             "its duals belong to one model that all clients start from": not self.adds_updates,
             f"its clients receive {down}, which the server makes of the clients of a round": down,
             f"its server needs {up} of clients that started from one model": up,
+            "its server remembers each client's last model": bool(self.recalled),
             "its server computes with the exact upload w": "w" not in self.all_references,
             "its clients' states depend on the server's next step": type(self).client_round_end
             is not Hooks.client_round_end,
@@ -137,6 +138,11 @@ class Composed(Hooks):
     def alone(self, ctx: RoundContext) -> Part | None:
         """Returns that part if the context is that of this training, a phase beyond those of the algorithm."""
         return self.own_part if ctx.phase == self.phases else None
+
+    @property
+    def sums_over_kept(self) -> bool:
+        """Whether the server computes with what it has kept of clients."""
+        return self.surveys or type(self).round_start is not Hooks.round_start
 
     @property
     def passes_alone(self) -> tuple[int, int]:

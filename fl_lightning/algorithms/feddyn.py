@@ -66,7 +66,7 @@ class FedDyn(LocalObjective):
                 for state in (self.client_state, self.server_state)
             )
             self.adds_updates = True
-        elif self.relaxed_init:
+        elif self.relaxed_init and "start_w" not in self.up:
             self.up = (*self.up, "start_w")
 
     def corrected(self, g: Tensor, w: Tensor, client: State) -> Direction:

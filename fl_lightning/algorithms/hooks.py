@@ -1,12 +1,15 @@
 """The hooks that make a local objective a federated algorithm."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
 from fl_lightning.algorithms.parts import Ascent, Gradient, ServerUpdate, Step
 from fl_lightning.core import ClientContext, Init, RoundContext, State, Upload, Uploads, Weighting
+
+Sum = Callable[[Callable[[State], Tensor]], Tensor]
+"""The sum over some clients of a function of a client's state, which returns a vector or a scalar ``(1,)``."""
 
 
 class Hooks:
@@ -26,6 +29,9 @@ class Hooks:
         references: For each upload the value that clipping rules subtract first: the name of a value that is sent,
             "zeros" for a vector ``(d,)``, or a number for a scalar ``(1,)``. An upload without one cannot be clipped,
             so the algorithm cannot be trained under differential privacy.
+        recalled: Names in ``up`` that the server computes itself, from what it has kept of a client's earlier uploads:
+            they take no bits, and no fault changes them.
+        surveys: Whether the server's step ends with `survey`.
         sums: By upload, the client state to which the client has added it. A part that changes the upload changes this
             state alike, so that the server's sum stays that of the clients.
         adds_updates: Whether the server adds the clients' updates to ``w^t``; otherwise it takes their models as they
@@ -47,6 +53,8 @@ class Hooks:
     down: tuple[str, ...] = ("w",)
     up: tuple[str, ...] = ("w",)
     references: Mapping[str, str | float] = {"w": "w"}
+    recalled: tuple[str, ...] = ()
+    surveys: bool = False
     sums: Mapping[str, str] = {}
     adds_updates: bool = True
     refers_to_received: ClassVar[bool] = False
@@ -61,6 +69,17 @@ class Hooks:
     server_update: ServerUpdate
 
     # In the order of a round
+
+    def round_start(self, server: State, total: Sum, ctx: RoundContext) -> State:
+        """Returns the server's state at the start of a round, given what it has kept of the clients of this round.
+
+        Args:
+            server: Its state.
+            total: The sum over the clients that will answer, of their states before the round: at first contact the
+                initial ones. The function may use only what a client has uploaded before.
+            ctx: The context.
+        """
+        return server
 
     def broadcast(self, server: State, ctx: RoundContext) -> State:
         """Returns the state to send this round; clients receive its names in ``down``."""
@@ -101,6 +120,16 @@ class Hooks:
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """Returns the server's next state, from averages of the uploads."""
         return self.server_update(server, sent.w - uploads.weighted("w"), ctx)
+
+    def survey(self, server: State, total: Sum, ctx: RoundContext) -> State:
+        """Returns the server's state after its step, given what it has kept of all clients; called if ``surveys``.
+
+        Args:
+            server: Its state.
+            total: The sum over all clients ever seen, of their states; of this round's cohort of the new ones.
+            ctx: The context.
+        """
+        return server
 
     def client_round_end(self, client: State, server: State) -> State:
         """Returns what a client keeps, given its state after local training and the server's after its step."""

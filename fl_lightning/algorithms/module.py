@@ -131,6 +131,27 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         values = (losses or self.losses)(output, target, *teacher)
         return values.mean() if weight is None else torch.sum(values * weight)
 
+    def minibatch_loss(
+        self,
+        forward: Callable[[], Any],
+        target: Tensor,
+        *teacher: Any,
+        weight: Tensor | None = None,
+        losses: Losses | None = None,
+    ) -> Tensor:
+        """Returns what the gradient is taken of: `batch_loss` of a forward pass on a minibatch.
+
+        Args:
+            forward: The pass, without arguments, to the output.
+            target: As for `losses`.
+            teacher: As for `losses`.
+            weight: As for `batch_loss`.
+            losses: As for `batch_loss`.
+        """
+        with self.observed():
+            output = forward()
+        return self.batch_loss(output, target, *teacher, weight=weight, losses=losses)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the net's own frozen parameters to the checkpoint of a run, which holds only their hash.
 
@@ -162,9 +183,7 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         """Returns the mean loss of a minibatch ``(x, y)`` or ``(x, y, teacher's output)``, a scalar."""
         x, y, *teacher = batch
-        with self.observed():
-            output = self.net(x)
-        loss = self.batch_loss(output, y, *teacher)
+        loss = self.minibatch_loss(lambda: self.net(x), y, *teacher)
         if self._new_batch:  # SAM's second pass of a batch is at other weights
             self._new_batch = False
             self.log("train/loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(y), sync_dist=True)

@@ -241,23 +241,28 @@ class BatchedEngine(Engine):
 
     def _output(self, v: Tensor, x: Tensor) -> Any:
         """Returns the net's output at the weights ``v`` on one client's minibatch."""
+        return call_at(self.objective.net, self.net.spec.split(v), x, self._places)
+
+    def _observed(self, v: Tensor, x: Tensor) -> Any:
+        """Returns the same as the loss sees it."""
         with self.objective.observed():
-            return call_at(self.objective.net, self.net.spec.split(v), x, self._places)
+            return self._output(v, x)
 
     def _loss(self, losses: Losses | None, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
-        return self.objective.batch_loss(self._output(v, x), y, *teacher, weight=weight, losses=losses)
+        forward = partial(self._output, v, x)
+        return self.objective.minibatch_loss(forward, y, *teacher, weight=weight, losses=losses)
 
     @torch.no_grad()
     def _teach(self, teacher: Tensor, x: Tensor) -> Any:
         """Returns a teacher's output on every client's minibatch, in eval mode."""
         with eval_mode(self.objective.net), self.autocast():
             mixed = torch.is_autocast_enabled(teacher.device.type)
-            output = self._output_of_mixed if mixed else self._output
+            output = self._output_of_mixed if mixed else self._observed
             return vmap(output, in_dims=(None if teacher.ndim == 1 else 0, 0))(teacher, x)  # one is for all
 
     def _output_of_mixed(self, v: Tensor, x: Tensor) -> Any:
-        """Returns `_output` under autocast, which sees a convolution before vmap only within a derivative."""
-        return vjp(partial(self._output, x=x), v)[0]
+        """Returns `_observed` under autocast, which sees a convolution before vmap only within a derivative."""
+        return vjp(partial(self._observed, x=x), v)[0]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

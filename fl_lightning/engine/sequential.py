@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,8 +67,7 @@ class SequentialEngine(Engine):
                     if losses is None:
                         loss = objective.training_step(data, number)
                     else:
-                        with objective.observed():
-                            loss = objective.batch_loss(net(data[0]), *data[1:], losses=losses)
+                        loss = objective.minibatch_loss(partial(net, data[0]), *data[1:], losses=losses)
                 self._check("the loss", loss, job, number)
                 g = self.net.gradient(loss)
             self._check("the gradient", g, job, number)

@@ -1,3 +1,5 @@
+from .critical import Crossing as Crossing
+from .critical import critical_rate as critical_rate
 from .eigenvalues import Eigenpair as Eigenpair
 from .eigenvalues import Interrupted as Interrupted
 from .eigenvalues import Spectrum as Spectrum
@@ -28,10 +30,12 @@ from .neighbourhood import measure_discrepancy as measure_discrepancy
 from .neighbourhood import sharpness as sharpness
 from .operators import KEEP_BYTES as KEEP_BYTES
 from .operators import OPERATORS as OPERATORS
+from .operators import Differences as Differences
 from .operators import Kind as Kind
 from .operators import Matrix as Matrix
 from .operators import Mixture as Mixture
 from .operators import Operator as Operator
+from .operators import finite_differences as finite_differences
 from .operators import fisher as fisher
 from .operators import gauss_newton as gauss_newton
 from .operators import hessian as hessian

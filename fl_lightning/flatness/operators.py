@@ -6,14 +6,16 @@ Each is of all weights, or of those of a group of parameters: then it is the dia
 |---|---|---|
 | `hessian` | H = ∇²F(w) | by double backward (Pearlmutter 1994) |
 | `gauss_newton` | G = 1/n Σ_i J_iᵀ ∇²ℓ_i J_i | J_i = ∂z_i/∂w; ∇²ℓ_i of the loss with respect to the outputs z_i |
+| `finite_differences` | H, by differences of gradients | for nets without second derivatives |
 | `fisher` | E = 1/n Σ_i g_i g_iᵀ | g_i, the gradient of the loss of sample i: the empirical Fisher matrix |
 
-All products are exact. H = G where the outputs are linear in the weights. G is positive semi-definite if the loss is
-convex in the outputs, and E always is. E is not the Fisher matrix of the model: that one draws the targets from the
-model's own predictions, and equals G for the cross-entropy (Kunstner et al., NeurIPS 2019).
+All products but those by differences are exact. H = G where the outputs are linear in the weights. G is positive
+semi-definite if the loss is convex in the outputs, and E always is. E is not the Fisher matrix of the model: that one
+draws the targets from the model's own predictions, and equals G for the cross-entropy (Kunstner et al., NeurIPS 2019).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, Literal, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
@@ -102,7 +104,7 @@ class _Adjoint(torch.autograd.Function):
 KEEP_BYTES = 2**30
 """By default an operator keeps the graphs of its batches up to this size: 1,600 images for `HsuCNN`."""
 
-Kind = Literal["hessian", "gauss_newton", "fisher"]
+Kind = Literal["hessian", "gauss_newton", "fisher", "finite_differences"]
 
 Share = Callable[[Tensor, bool], Tensor]
 """One batch's share of the product with v: ``share(v, retain)``; it can be called again after ``retain=True``."""
@@ -232,6 +234,79 @@ class Operator:
         return bool(self.f.total(self.f.w.new_tensor(stop)) > 0)
 
 
+class Differences(Operator):
+    """The Hessian by central differences: ``H v = (g(w + e v) - g(w - e v)) / 2e`` for a vector v of length 1.
+
+    For nets that have no second derivative. It takes two gradients a product and keeps no graph. The error is about
+    e² / 6 times the third derivative of the gradient along v, plus rounding, u / e with u the unit roundoff.
+
+    That holds for smooth nets. With kinks (ReLU, max-pooling) a difference that crosses some is the curvature of the
+    loss smoothed over e, not the Hessian of double backward: see :meth:`halving`.
+
+    Args:
+        model: The network, and so on as for :class:`Operator`.
+        loss: Per-sample losses.
+        batches: The data.
+        at: Flat weights of the whole network; by default a copy of the model's own, taken now.
+        keep_graph: Without effect.
+        step: e; None: ``u^(1/3) max(1, ‖w‖)``.
+        **options: As for :class:`Operator`.
+
+    Raises:
+        UserError: As for :class:`Operator`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Batches,
+        at: Tensor | None = None,
+        *,
+        keep_graph: bool | None = None,
+        step: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(_hessian, model, loss, batches, at, keep_graph=False, **options)
+        roundoff = torch.finfo(self.dtype).eps / 2
+        self.step = roundoff ** (1 / 3) * max(1.0, float(self.f.w.detach().norm())) if step is None else step
+
+    def _gradient(self, w: Tensor) -> Tensor:
+        f, total = copy(self.f), torch.zeros_like(w)
+        f.w = w.detach().requires_grad_()
+        with measuring(f.model):
+            for x, y in f.batches():
+                total = total + vjp(f.scores(x, y)[0].sum() / self._n, f.w)
+        return total
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        """See :class:`Operator`; the rate is that of the difference which rounding of the weights leaves."""
+        if v.ndim == 2:
+            return super().__matmul__(v)
+        ensure(v.shape[:1] == self.shape[:1], f"v: {tuple(v.shape)} does not fit a matrix {self.shape}")
+        v, w = v.to(self.f.w), self.f.w.detach()
+        length = v.norm()
+        if not length:
+            return torch.zeros_like(w)
+        unit = v / length
+        after, before = w + self.step * unit, w - self.step * unit
+        change = self._gradient(after) - self._gradient(before)
+        product: Tensor = self.f.total(change) * (length / ((after - before) @ unit))
+        return product
+
+    def halving(self, v: Tensor) -> float:
+        """Returns by how much H v moves, relative to its length, where the step is halved.
+
+        More than a few per cent: the product is the curvature of a loss smoothed over the step.
+
+        Args:
+            v: A vector, ``(d,)``.
+        """
+        whole, finer = self @ v, copy(self)
+        finer.step = self.step / 2
+        return float((finer @ v - whole).norm() / whole.norm().clamp(min=torch.finfo(self.dtype).tiny))
+
+
 class Mixture:
     """A weighted sum of operators of one shape, such as the curvature of a mean of losses at different points.
 
@@ -282,7 +357,22 @@ def fisher(
     return Operator(_fisher, model, loss, batches, at, **options)
 
 
-OPERATORS: dict[Kind, Callable[..., Operator]] = {"hessian": hessian, "gauss_newton": gauss_newton, "fisher": fisher}
+def finite_differences(
+    model: nn.Module,
+    loss: Loss,
+    batches: Batches,
+    at: Tensor | None = None,
+    *,
+    step: float | None = None,
+    **options: Unpack[Options],
+) -> Differences:
+    """Returns the Hessian by differences of gradients; arguments and errors as for :class:`Differences`."""
+    return Differences(model, loss, batches, at, step=step, **options)
+
+
+OPERATORS: dict[Kind, Callable[..., Operator]] = {
+    "hessian": hessian, "gauss_newton": gauss_newton, "fisher": fisher, "finite_differences": finite_differences,
+}  # fmt: skip
 
 
 def layers(names: Iterable[str]) -> dict[str, list[str]]:

@@ -86,6 +86,11 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
         "nodes; train it without Flower",
     )
     ensure(
+        not model.recalled,
+        f"model = {type(model).__name__}: its server remembers each client's last model, which Flower's server does "
+        "not; train it without Flower",
+    )
+    ensure(
         not any(isinstance(part, FlexLoRA) for part in model.parts),
         "model.parts: FlexLoRA: Flower sends its products instead of the factors; train it without Flower",
     )

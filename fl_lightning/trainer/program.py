@@ -36,6 +36,7 @@ def length(run: Run) -> int:
         and run.fabric.world_size == 1
         and objective.phases == 1
         and not objective.trains_alone
+        and not objective.sums_over_kept
         and not run.varied
         and run.data.batch_size is not None
         and run.settings.asynchronous is None

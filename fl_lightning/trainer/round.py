@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from warnings import warn
 
 import torch
+from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import value_of
-from fl_lightning.core import DivergenceError, State, Watched, wait_for
+from fl_lightning.core import DivergenceError, RoundContext, State, Watched, wait_for
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
@@ -211,6 +212,9 @@ class Phase:
         self.alone = cohort.phase == objective.phases
         self.last = cohort.phase + 1 == objective.phases
         self.now = self.run.round_context(of.cohort.t, self.ctx.phase)
+        if not cohort.phase:
+            total = partial(total_over, self.run, of.server.w, cohort.clients, of.rows)
+            of.server = value_of(objective.round_start, of.server, total, self.now)
         self.sent = self.current = objective.begin_phase(of.server, self.now)
         self.uploaded_bits = 0  # of the clients of this process
         self._watched = Watched((objective, objective.optimizer, *objective.all_parts))
@@ -302,6 +306,9 @@ class Phase:
         uploads = average(everything, of.server, known, now)
         of.aggregated = rule.metrics(uploads, known, of.server)
         after = rule.phase_end(objective.finish_phase(of.server, self.current, uploads, now), uploads)
+        if self.last and objective.surveys:
+            rows = {**of.rows, **arrivals.rows()}
+            after = surveyed(self.run, of.server.w, after, rows, now)
         divergence.check_finite(self.run, after, now.t)
         of.server = objective.finish_round(after, self.run.server, now) if self.last else after
         watched.warn_of_server(numbers=False)
@@ -341,7 +348,10 @@ class Phase:
         if self.alone:
             return result
         self.uploaded_bits += objective.bits(result.upload, up=True)
-        result = self.cohort.arrived(result, State(objective.encoded(result.received)), self.run.seed)
+        known = State(objective.encoded(result.received))
+        arrived = self.cohort.arrived(result, known, self.run.seed)
+        own = {name: result.upload[name] for name in objective.recalled}  # it does not travel
+        result = replace(arrived, upload={**arrived.upload, **own})
         rule, stale = self.run.settings.asynchronous, self.now.t - self.ctx.t
         if rule is None or self.round.cohort.flight is None:
             return result
@@ -377,6 +387,42 @@ class Phase:
             run.data.read_ahead([*(job.minibatches.indices for job in jobs), *(each.indices for each in upcoming)])
         if rows and cohort is not None:
             run.clients.read_ahead([k for k in cohort.clients if run.clients.owns(k)])
+
+
+def total_over(
+    run: Run, w: Tensor, clients: Iterable[int], rows: Mapping[int, State], function: Callable[[State], Tensor]
+) -> Tensor:
+    """Returns the sum of a function of the clients' states; every process calls.
+
+    Args:
+        run: The run.
+        w: The server's model, ``(d,)``.
+        clients: Their ids.
+        rows: The states of some of them, if newer than what is stored, by id.
+        function: The function, to a vector or a scalar ``(1,)``.
+    """
+    store, known = run.clients, State({"w": w})
+
+    def value(client: State) -> Tensor:
+        return function(run.objective.seen_state(w, client, known)[0])
+
+    mine = ((k, value(store.get(k, w, {}, rows.get(k)))) for k in sorted(clients) if store.owns(k))
+    zero = torch.zeros_like(value(State.initial(store.inits, store.w0, w)))
+    return collectives.sum_of(run.fabric, mine, zero)
+
+
+def surveyed(run: Run, w: Tensor, after: State, rows: Mapping[int, State], ctx: RoundContext) -> State:
+    """Returns the server's state after its survey of all clients ever seen; every process calls.
+
+    Args:
+        run: The run.
+        w: The server's model before its step, ``(d,)``.
+        after: Its state after the step.
+        rows: The clients' states that are newer than what is stored, by id.
+        ctx: The context of the step.
+    """
+    total = partial(total_over, run, w, {*run.clients.seen, *rows}, rows)
+    return value_of(run.objective.survey, after, total, ctx)
 
 
 def replay(run: Run, callback: Callback) -> None:

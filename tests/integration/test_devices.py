@@ -246,6 +246,7 @@ MEASURES: dict[str, Callable[[], list[Any]]] = {
     "density": lambda: [fl.SpectralDensity(probes=1, steps=8)],
     "lpf": lambda: [fl.LPF(draws=3)],
     "clients": lambda: [fl.ClientEvaluation()],
+    "critical": lambda: [fl.CriticalSharpness()],
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fl_lightning import (
+    MAN,
     MOON,
     SAM,
     SCAFFOLD,
@@ -36,6 +37,9 @@ from fl_lightning import (
     FedMuon,
     FedNSAM,
     FedSAM,
+    FedScar,
+    FedScar4,
+    FedScarl,
     FedSMOO,
     FedSOL,
     FedSWA,
@@ -45,10 +49,20 @@ from fl_lightning import (
     LocalObjective,
     Muon,
 )
-from fl_lightning.core import State, norm
+from fl_lightning.algorithms.parts import Gradient, Step, admm_pull
+from fl_lightning.core import ClientContext, State, norm
 from tests.problem import GOLDEN, Golden
 
 Make = Callable[..., LocalObjective]
+
+
+class BySize(FedDyn):
+    """FedDyn with alpha times mean size / own size in the steps, as in its authors' program."""
+
+    def local_step(self, w: torch.Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
+        g = self.local_gradient(w, grad, client, received, ctx)
+        return g + ctx.n_mean / ctx.n_k * admm_pull(client.lam, w, client.start, self.beta), client
+
 
 RUNS: dict[str, Make] = {
     "FL-Simulator__FedAvg": lambda **k: FedAvg(weighting="uniform", **k),
@@ -88,6 +102,21 @@ MORE: dict[str, Make] = {
     "DPFed__FedTOGA__eq": lambda **k: FedTOGA(rho=0.1, b1=0.9, beta=10, last_g="corrected", **k),
     "REPAIRED-FedMuon__Local_Muon__float64": lambda **k: LocalMuon(k["net"], Muon(lr_others=1.0)),
     "REPAIRED-FedMuon__FedMuon__float64": lambda **k: FedMuon(k["net"], 0.5, Muon(lr_others=1.0, momentum=0.98)),
+    "fedMAN__FedAvg+MAN": lambda **k: FedAvg(parts=[MAN(0.15)], **k),
+    "fedMAN__FedSAM+MAN": lambda **k: FedSAM(rho=0.05, parts=[MAN(1.0)], **k),
+    "fedMAN__FedDyn+MAN": lambda **k: BySize(beta=10, parts=[MAN(1.0)], **k),
+    "FedScar__FedScar__rho0": lambda **k: FedScar(rho=0, **k),
+    "REPAIRED-FedScar__FedScar__alpha0.5_gama0.5_beta0.3_rho0.05": lambda **k: FedScar(
+        alpha=0.5, gamma=0.5, beta=0.3, rho=0.05, **k
+    ),
+    "REPAIRED-FedScar__FedScar__variance_alpha1": lambda **k: FedScar(alpha=1, strength="variance", **k),
+    "REPAIRED-FedScar__FedScarle__sliced_right": lambda **k: FedScar(beta=0.1, rho=0.2, ascent_to="global_update", **k),
+    "FedScar__FedScars__alpha1": lambda **k: FedScar(
+        alpha=1, rho=0, tau=0, strength="variance", force="from_start", **k
+    ),
+    "FedScar__FedScarl__alpha1": lambda **k: FedScarl(rho=0, **k),
+    "FedScar__FedScar2": lambda **k: FedScar(alpha=0, rho=0, force="start", **k),
+    "FedScar__FedScar4": FedScar4,
     "FedAdamW__FedAdamW": lambda **k: FedAdamW(k["net"], 0.5, "running", AdamW(lr=0.01)),
 }
 """Of methods beyond the five papers, and what further arrays of a file are: each after its round, or after the last."""
@@ -129,6 +158,15 @@ def test_trajectory_of_more_methods(golden: Golden, name: str) -> None:
         unseen, rows = record.server[t + 1].lam_unseen, record.client[t]
         found = [rows[k].lam + unseen - rows[k].lam_seen if k in rows else unseen for k in range(4)]
         np.testing.assert_allclose(torch.stack(found), duals, rtol=0, atol=1e-7)
+    if "extra_bias" in expected:  # after the pushes; that of an absent client has decayed since it was drawn
+        gama = json.loads(str(expected["hyper"]))["gama"]
+        for t, biases in enumerate(expected["extra_bias"]):
+            rows = record.client[t]
+            found = [rows[k].b * gama ** (t - rows[k].last) if k in rows else torch.zeros(1220) for k in range(4)]
+            np.testing.assert_allclose(torch.stack(found), biases, rtol=0, atol=1e-7)
+    if "extra_variance" in expected:
+        found = [float(server.a) for server in record.server[1:]]
+        np.testing.assert_allclose(found, expected["extra_variance"], rtol=0, atol=1e-9)
     if "extra_eta_g" in expected:
         assert expected["extra_eta_g"].min() > 1.3  # the extrapolation was at work
         steps = [float(norm(b.w - a.w)) for a, b in pairwise(record.server)]

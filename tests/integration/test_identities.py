@@ -39,6 +39,8 @@ from fl_lightning import (
     FedNTD,
     FedProx,
     FedSAM,
+    FedScar,
+    FedScarl,
     FedSMOO,
     FedSOL,
     FedSpeed,
@@ -76,7 +78,7 @@ DUALS = [
 ]
 NO_ASCENT = {
     FedSAM, FedASAM, FedSMOO, FedGAMMA, FedGF, FedLESAM, FedLESAMD, FedLESAMS, FedSpeed, MoFedSAM, STildeAM, FedNSAM,
-    FedWMSAM, FedSOL, FedTOGA, algorithms.AFedPDSAM,
+    FedWMSAM, FedSOL, FedTOGA, FedScar, FedScarl, algorithms.AFedPDSAM,
 }  # fmt: skip
 """Algorithms that have an ascent of their own."""
 

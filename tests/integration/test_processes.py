@@ -397,7 +397,8 @@ def test_the_end_of_one_process_ends_all(folder: Path, model: str, fault: str, r
 @pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "memory"), [*itertools.product(("FedSMOO", "SCAFFOLD"), (0, 0.00001, 1)), ("FedRep", 1)]
+    ("model", "memory"),
+    [*itertools.product(("FedSMOO", "SCAFFOLD"), (0, 0.00001, 1)), ("FedRep", 1), ("FedScarl", 0.00001)],
 )
 def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory: float) -> None:
     """In memory, on disk or both: killed on 4, interrupted on 2, ended on 3, and as one process would have done it."""

@@ -74,6 +74,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "Compress": {"parts": [fl.Compress()]},
     "Personal": {"parts": [fl.Personal(["bias"])]},
     "Ditto": {"parts": [fl.Ditto()]},
+    "MAN": {"parts": [fl.MAN()], "net": nn.Sequential(nn.Linear(4, 4), nn.ReLU())},
     "FlexLoRA": {"parts": [fl.FlexLoRA()], "net": fl.LoRA(nn.Sequential(nn.Linear(4, 4)), ["0"], rank=2)},
     "`relaxed_init`": {"relaxed_init": 0.1},
     **{f"`buffers: {policy}`": {"buffers": policy, "net": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}

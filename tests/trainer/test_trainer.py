@@ -199,7 +199,8 @@ COSTS = {
     "MOON": (1, 1, 3, 1), "FedACG": (1, 1, 1, 1), "FedNSAM": (1, 1, 2, 2), "FedExP": (1, 1, 1, 1),
     "FedLC": (1, 1, 1, 1), "FedDecorr": (1, 1, 1, 1), "FedSWA": (1, 1, 1, 1), "FedMoSWA": (2, 2, 1, 1),
     "FedWMSAM": (3, 2, 1, 1), "FedSOL": (1, 1, 3, 2), "AFedPD": (2, 1, 1, 1), "AFedPDSAM": (2, 1, 2, 2),
-    "FedTOGA": (2, 1, 2, 2), "LocalMuon": (1, 1, 1, 1), "FedMuon": (3, 2, 1, 1), "FedAdamW": (3, 2, 1, 1),
+    "FedTOGA": (2, 1, 2, 2), "FedScar": (2, 1, 2, 2), "FedScarl": (2, 1, 2, 2), "FedScar4": (1, 2, 1, 1),
+    "LocalMuon": (1, 1, 1, 1), "FedMuon": (3, 2, 1, 1), "FedAdamW": (3, 2, 1, 1),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from .ascent import Ascent as Ascent
 from .ascent import warm_up as warm_up
 from .averaging import Averaging as Averaging
 from .base import Direction as Direction
+from .base import Further as Further
 from .base import Gradient as Gradient
 from .base import Part as Part
 from .base import Step as Step
@@ -25,6 +26,7 @@ from .drift import prox_pull as prox_pull
 from .flexlora import FlexLoRA as FlexLoRA
 from .local_optimizer import LocalOptimizer as LocalOptimizer
 from .local_optimizer import Take as Take
+from .man import MAN as MAN
 from .muon import Muon as Muon
 from .personal import Ditto as Ditto
 from .personal import Personal as Personal

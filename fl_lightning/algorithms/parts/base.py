@@ -1,9 +1,10 @@
 """The interface of an objective's parts, and the types of what local training passes around."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.core import (
     Checked,
@@ -25,6 +26,8 @@ Direction = Tensor | tuple[Tensor, Tensor]
 """Direction of a local step: a vector ``(..., d)``, or two that are added, of which only the first is clipped."""
 Step = tuple[Direction, State]
 """A direction, and the client's state after the step."""
+Further = Callable[[int], Tensor]
+"""Further losses of the samples of a minibatch, ``(n,)``, given their number n."""
 P = ParamSpec("P")
 A = TypeVar("A")
 B = TypeVar("B")
@@ -84,6 +87,13 @@ class Part(Checked, key="model.parts"):
     def local_lr(self, lr: float, ctx: RoundContext) -> float:
         """Returns the clients' learning rate in this round, given the one that it would be without this part."""
         return lr
+
+    def further(self, net: nn.Module) -> "AbstractContextManager[Further] | None":
+        """Returns a context for a forward pass of the net on a minibatch, which gives further losses of its samples.
+
+        They are added to the local objective. They may depend on all that the context has seen of the pass.
+        """
+        return None
 
     def seen_state(self, w: Tensor, client: State, received: State, models: frozenset[str]) -> tuple[State, State]:
         """Returns the client's state and what it received as the algorithm's hooks see them at the weights ``w``.

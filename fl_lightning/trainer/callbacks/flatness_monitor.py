@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any, ClassVar
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -131,12 +132,16 @@ class FlatnessMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "pseudo_gradient": self._previous,
+            "measures": [measure.state_dict() for measure in self.metrics],
             "total": self._total,
             "elapsed": time.perf_counter() - self._started,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._previous, self._total = state.get("pseudo_gradient"), state.get("total", 0.0)
+        known = state.get("measures", [])
+        for measure, of in zip(self.metrics, known if len(known) == len(self.metrics) else repeat({}), strict=False):
+            measure.load_state_dict(of)
         self._started = time.perf_counter() - state.get("elapsed", 0.0)
 
 

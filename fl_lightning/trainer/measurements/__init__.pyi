@@ -6,6 +6,7 @@ from .base import drop_later_rounds as drop_later_rounds
 from .base import dry_round as dry_round
 from .client_curvature import ClientLambdaMax as ClientLambdaMax
 from .clients import ClientEvaluation as ClientEvaluation
+from .critical import CriticalSharpness as CriticalSharpness
 from .curvature import check_measures as check_measures
 from .sharpness import LPF as LPF
 from .sharpness import AdaptiveSharpness as AdaptiveSharpness

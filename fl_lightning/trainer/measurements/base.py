@@ -187,6 +187,13 @@ class Measure(Checked, key="measure: {}"):
         """Returns the measurements, the same on every process; every process calls."""
         raise NotImplementedError
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the next measurement needs of the ones before; a checkpoint has it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned; an empty one: as before the first measurement."""
+
     def keep(self, run: Run) -> None:
         """Writes further files of a measured round to the run folder; rank 0 calls it after `compute`."""
 

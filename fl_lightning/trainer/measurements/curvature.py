@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
+from dataclasses import replace
 from typing import Any, Self, cast
 
 import torch
@@ -20,7 +21,17 @@ from fl_lightning.core import (
     matching,
     require,
 )
-from fl_lightning.flatness import KEEP_BYTES, OPERATORS, Interrupted, Kind, Matrix, Mixture, Operator, layers
+from fl_lightning.flatness import (
+    KEEP_BYTES,
+    OPERATORS,
+    Differences,
+    Interrupted,
+    Kind,
+    Matrix,
+    Mixture,
+    Operator,
+    layers,
+)
 from fl_lightning.nets.adapters import LoRA
 from fl_lightning.trainer.measurements.base import (
     Measure,
@@ -40,7 +51,8 @@ class CurvatureMeasure(Measure):
     there is one: ``gauss_newton_lambda_max``, ``head_trace``, ``fisher_head_lambda_1``.
 
     Args:
-        operator: hessian, gauss_newton (the generalized one), or fisher (the empirical one).
+        operator: hessian; finite_differences, the Hessian by differences of gradients, for nets without second
+            derivatives; gauss_newton (the generalized one); or fisher (the empirical one).
         parameters: Names of the parameters whose block is measured, with ``*``, ``?`` and ``[...]`` as in a shell, such
             as ``[head.*]``; null: all.
         merged: Measure the loss as a function of the merged weights ``W + alpha/rank B A`` of a `LoRA` net, and of its
@@ -111,7 +123,7 @@ def _check_derivatives(net: str, measure: CurvatureMeasure, loss: Mapping[str, A
         _products(measure, loss)
     except (NotImplementedError, RuntimeError) as error:
         raise UserError(f"measure: {name}: {net} has no second derivative ({folded(error):.100}); {remedy}") from None
-    if not fresh:
+    if not fresh or measure.operator == "finite_differences":  # which is symmetric up to the kinks of a net
         return
     try:
         with WithoutCasts():
@@ -131,6 +143,23 @@ def _products(measure: CurvatureMeasure, loss: Mapping[str, Any]) -> tuple[Tenso
     return u, v, matrix @ u, matrix @ v
 
 
+def _with_smoothness(
+    matrix: Differences, measure: CurvatureMeasure, measurements: Sequence[Measurement]
+) -> list[Measurement]:
+    """Returns measurements with their step and what they are of, and by how much a halved step moves a product."""
+    draw = torch.Generator().manual_seed(0)
+    moved = matrix.halving(torch.randn(matrix.shape[0], generator=draw).to(matrix.f.w.detach()))
+    curvature = "smoothed over the step" if moved > SMOOTHED else "of the loss"
+    more = {"step": matrix.step, "curvature": curvature}
+    found = [replace(each, settings={**each.settings, **more}) for each in measurements]
+    return [
+        *found,
+        replace(found[0], name=f"{measure.prefix}halving", value=moved, residual=None, error=None, details={}),
+    ]
+
+
+SMOOTHED = 0.05
+"""Relative change of a product with a halved step, above which it is of a smoothed loss."""
 SQUARES = 1e-6
 """Weight of the squared outputs, whose derivatives outweigh rounding where the loss has none, at a saturated model."""
 
@@ -250,7 +279,8 @@ class GlobalCurvature(CurvatureMeasure):
                 matrix = Mixture([(size / n, operator) for size, operator in each])
             try:
                 found = block.estimate(matrix, seed=context.run.seed, progress=context.progress)
-                measured += block.measurements(found, **common)
+                new = block.measurements(found, **common)
+                measured += _with_smoothness(matrix, block, new) if isinstance(matrix, Differences) else new
             except Interrupted as stop:
                 raise Interrupted([*measured, *block.measurements(stop.partial, **common)]) from None
         return measured

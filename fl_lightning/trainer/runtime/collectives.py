@@ -4,7 +4,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -261,6 +261,20 @@ def all_gather_dict(fabric: Fabric, mine: Mapping[int, V]) -> dict[int, V]:
     if fabric.world_size > 1:
         dist.all_gather_object(everyone, mine)
     return dict(sorted({client: value for part in everyone for client, value in part.items()}.items()))
+
+
+def sum_of(fabric: Fabric, mine: Iterable[tuple[int, Tensor]], zero: Tensor) -> Tensor:
+    """Returns a sum over clients in the order of their ids, the same on each process.
+
+    Args:
+        fabric: The processes; every one calls.
+        mine: What each client adds of which this process has the row, by ascending id.
+        zero: The sum over no client.
+    """
+    if fabric.world_size > 1:
+        everything = all_gather_dict(fabric, {client: value.cpu() for client, value in mine})
+        mine = ((client, value.to(zero)) for client, value in everything.items())
+    return sum((value for _, value in mine), zero)
 
 
 def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:

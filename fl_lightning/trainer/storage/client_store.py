@@ -107,10 +107,14 @@ class ClientStore:
         read = ahead.result() if isinstance(ahead, Future) else ahead or self._disk.read(self._index[client])
         return State({name: v.to(self.w0.device, non_blocking=True) for name, v in read.items()})
 
+    @property
+    def seen(self) -> list[int]:
+        """Ids of the clients with a row that this process owns."""
+        return [k for k in sorted(self._rows.keys() | self._index.keys() | self._pending.keys()) if self.owns(k)]
+
     def rows(self) -> dict[int, State]:
         """Returns the rows of all clients seen that this process owns, by id. It holds them all at once."""
-        clients = sorted(self._rows.keys() | self._index.keys() | self._pending.keys())
-        return {k: row for k in clients if self.owns(k) and (row := self.row(k)) is not None}
+        return {k: row for k in self.seen if (row := self.row(k)) is not None}
 
     def stage(self, rows: Mapping[int, State]) -> None:
         """Takes a round's rows as pending, without scratch state.
