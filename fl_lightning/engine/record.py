@@ -85,6 +85,10 @@ class RecordedRound:
     def __neg__(self) -> "RecordedRound":
         return RecordedRound(self.of, lambda t: -self.value(t))
 
+    def __index__(self) -> int:
+        raise TypeError("Python code takes ctx.t as a number (RecordedRound), as range() and float() do")
+
+    __int__ = __float__ = __index__
     __hash__ = None  # type: ignore[assignment]
 
     @classmethod

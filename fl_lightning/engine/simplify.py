@@ -37,8 +37,8 @@ def simplified(graph: GraphModule, constants: bool = True) -> GraphModule:
 
     Args:
         graph: The record.
-        constants: Whether it keeps small tensors that are always the same, not for a compiler, which sees more in the
-            operations that make them.
+        constants: Whether it keeps small tensors that are always the same, and leaves out factors of 1; not for a
+            compiler, which sees more in operations, and shares code between settings.
     """
     graph.graph.eliminate_dead_code()
     nodes = graph.graph.nodes
@@ -46,8 +46,8 @@ def simplified(graph: GraphModule, constants: bool = True) -> GraphModule:
     seen: dict[tuple[object, str], Node] = {}
     for node in () if writes else nodes:
         _shorten(node)
-        same = _constant(graph, node) if constants else None
-        same = _unchanged(graph, node) if same is None else same
+        same = _constant(graph, node) or _product(graph, node) if constants else None
+        same = _unchanged(node) if same is None else same
         if same is None and _repeatable(node):  # as text, arguments differ that Python takes for equal: 0.0 and -0.0
             same = seen.setdefault((node.target, f"{node.args} {node.kwargs}"), node)
         if same is not None and same is not node:
@@ -131,13 +131,20 @@ def _repeatable(node: Node) -> bool:
     return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def _unchanged(graph: GraphModule, node: Node) -> Node | None:
+def _product(graph: GraphModule, node: Node) -> Node | None:
+    """Returns the other factor of a product with ones."""
+    if node.target not in (aten.mul.Scalar, aten.mul.Tensor):
+        return None
+    one, two = node.args
+    for factor, other in ((one, two), (two, one)):
+        if (factor == 1 or _filled(graph, factor) == 1) and isinstance(other, Node):
+            return other if _form(other) == _form(node) is not None else None
+    return None
+
+
+def _unchanged(node: Node) -> Node | None:
     """Returns the node whose result this one returns as it is, if there is one."""
     of, *arguments = node.args or (None,)
-    if node.target in (aten.mul.Scalar, aten.mul.Tensor):
-        for factor, other in ((of, arguments[0]), (arguments[0], of)):
-            if factor == 1 or _filled(graph, factor) == 1:
-                return other if isinstance(other, Node) and _form(other) == _form(node) is not None else None
     if not isinstance(of, Node):
         return None
     if node.target in VIEWS and _layout(node) == _layout(of) is not None:

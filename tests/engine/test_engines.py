@@ -241,7 +241,7 @@ class CountsRounds(LocalObjective):
         (FedAvg(net=nn.Sequential(Net(), nn.Dropout())), "graphed", "cannot be batched .*random"),
         (LooksAtValues(net=Net()), "batched", "cannot be batched .*Python code depends on values"),
         (LooksAtValues(net=Net()), "graphed", "cannot be batched .*Python code depends on values"),
-        (CountsRounds(net=Net()), "graphed", "cannot be batched .*Python code depends on values"),
+        (CountsRounds(net=Net()), "graphed", "cannot be batched .*Python code takes ctx.t as a number"),
     ],
     ids=["training_step", "dropout", "dropout graphed", "values", "values graphed", "round"],
 )
