@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-import traceback
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,6 @@ from hypothesis import settings
 from lightning.fabric.utilities import registry
 from sklearn import datasets
 from torch import nn
-from torch._subclasses import fake_tensor
-from torch.fx.experimental import proxy_tensor
 
 from fl_lightning import (
     SGD,
@@ -46,22 +42,6 @@ _git_here = cache(_git)
 provenance._git = lambda folder, *args: (_git_here if folder == ROOT else _git)(
     folder, *args
 )  # once: nobody commits now
-# torch keeps the stack, which is deep here, for each operation of a record
-fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
-_extract = proxy_tensor.extract_val
-
-
-def _layout(value: Any, include_real: bool = False) -> Any:
-    """What a record notes of a tensor: one of its layout, where torch makes a fake one, and a mode for it."""
-    if not isinstance(value, torch.Tensor) or proxy_tensor.is_fake(value) or value.layout is not torch.strided:
-        return _extract(value, include_real)
-    if value.device.type != "cpu":
-        return _extract(value, include_real)
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-
-
-proxy_tensor.extract_val = _layout
 CACHE = tempfile.TemporaryDirectory()
 os.environ["HF_DATASETS_CACHE"] = CACHE.name  # not in the home of who runs the tests
 for _size in ("COLUMNS", "LINES"):  # readline, which pytest imports, sets them for the processes that it starts
