@@ -117,12 +117,6 @@ class LocalObjective(Composed, SupervisedModule):
         self.net_buffers = Buffers(net, buffers) if named and buffers is not None else None
         lazy = any(isinstance(p, UninitializedParameter) for p in net.parameters())
         ensure(not lazy, f"model.net = {type(net).__name__} has lazy layers; give their numbers of inputs")
-        meta = [n for n, x in (*net.named_parameters(), *net.named_buffers()) if x.is_meta]
-        ensure(
-            not meta,
-            f"model.net = {type(net).__name__}: {', '.join(meta[:3])} on the meta device, without values; make it on "
-            "the CPU, or fill it by to_empty(device='cpu') and load_state_dict",
-        )
         try:
             net.get_submodule("")
         except RuntimeError:
@@ -211,8 +205,9 @@ class LocalObjective(Composed, SupervisedModule):
         if part := self.alone(ctx):
             w = part.client_model(received.w, client)
             return w, client | {"start": w}
-        client, _ = self.seen_state(received.w, client, received)
-        w, client = pair_of(self.local_start, client, received, ctx)
+        seen = self.seen_state(received.w, client, received)[0] if self.sums_over_kept else client
+        w, after = pair_of(self.local_start, seen, received, ctx)
+        client = client | {name: value for name, value in after.items() if value is not seen.get(name)}
         for part in self.all_parts:
             w, client = pair_of(part.local_start, w, client, received, ctx)
         return w, client | {"start": w}

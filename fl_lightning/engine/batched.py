@@ -1,7 +1,7 @@
 """All clients of a block at once: the same hooks on ``(clients, d)``, gradients by vmap."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -32,7 +32,6 @@ from fl_lightning.core import (
 from fl_lightning.data.minibatches import Block, blocks
 from fl_lightning.engine.base import COLUMNS, Carry, Engine, Fixed, Job, LocalResult
 from fl_lightning.engine.record import NOTHING, Tensors
-from fl_lightning.engine.rounds import Rounds, by_client
 
 
 class BatchedEngine(Engine):
@@ -157,10 +156,6 @@ class BatchedEngine(Engine):
         """Returns the states of torch's global generators."""
         return [global_generator(torch.device(device)).get_state() for device in {"cpu", str(self.net.device)}]
 
-    def rounds(self, w0: Tensor, seed: int) -> Rounds:
-        """Returns what trains consecutive rounds, given the initial model ``(d,)`` and the seed of the run."""
-        return Rounds(self, w0, seed)
-
     def widened(self, clients: int) -> int:
         """Returns the width of blocks from now on: a narrower one is padded, so that shapes stay the same."""
         self._widest = max(self._widest, clients)
@@ -263,6 +258,12 @@ class BatchedEngine(Engine):
     def _output_of_mixed(self, v: Tensor, x: Tensor) -> Any:
         """Returns `_observed` under autocast, which sees a convolution before vmap only within a derivative."""
         return vjp(partial(self._observed, x=x), v)[0]
+
+
+def by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
+    """Returns the rows of the first ``n`` clients."""
+    columns = {name: v.unbind() for name, v in values.items()}
+    return [{name: column[i] for name, column in columns.items()} for i in range(n)]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -5,7 +5,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fl_lightning.core import ClientContext, Draws, State, accumulator_dtype, ensure, to_device
 from fl_lightning.data.minibatches import Block
@@ -29,8 +28,6 @@ from fl_lightning.engine.record import (
     plain_settings,
     stage,
 )
-from fl_lightning.engine.recorded_rounds import RecordedRounds
-from fl_lightning.engine.rounds import Rounds
 from fl_lightning.engine.simplify import simplified
 
 REFUSED = (
@@ -131,7 +128,7 @@ class GraphedEngine(BatchedEngine):
         if self.compile:
             replay = self.compiled_steps(step, named, len(named["block.y"]))
         else:
-            replay = simplified(step.graph).forward
+            replay = simplified(step.graph, constants=not named["w"].is_cuda).forward
         replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
         return Record(step, replay, ctx.t)
 
@@ -160,10 +157,3 @@ class GraphedEngine(BatchedEngine):
     def without_draws(self, ctx: ClientContext) -> ClientContext:
         """Returns a context in which hooks cannot draw, since a record would repeat it."""
         return replace(ctx, draws=Draws([], self.net.device, True, REFUSED))
-
-    @cached_property
-    def _rounds(self) -> dict[int, RecordedRounds]:
-        return {}
-
-    def rounds(self, w0: Tensor, seed: int) -> Rounds:
-        return self._rounds.setdefault(seed, RecordedRounds(self, w0, seed))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulator_dtype, ensure, k_lr_sums, to_device
 from fl_lightning.data.minibatches import whole_blocks
 from fl_lightning.engine.base import COLUMNS
+from fl_lightning.engine.batched import BatchedEngine
+from fl_lightning.engine.graphed import GraphedEngine
 from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
 from fl_lightning.engine.record import (
     Numbers,
@@ -28,9 +30,6 @@ from fl_lightning.engine.record import (
 )
 from fl_lightning.engine.rounds import Drawn, Rounds, Table, Trained
 from fl_lightning.engine.simplify import simplified
-
-if TYPE_CHECKING:
-    from fl_lightning.engine.graphed import GraphedEngine
 
 
 @dataclass(frozen=True)
@@ -284,3 +283,10 @@ class RecordedRounds(Rounds):
 
         after, rows, numbers, self._bits = self.receive(server, fixed.received, carry, fixed, len(carry.w), average)
         return {**prefixed("server", after), **prefixed("row", rows), "numbers": numbers}
+
+
+def rounds_of(engine: BatchedEngine, w0: Tensor, seed: int) -> Rounds:
+    """Returns what trains rounds with an engine, given the initial model ``(d,)`` and the seed of the run."""
+    if isinstance(engine, GraphedEngine):
+        return RecordedRounds(engine, w0, seed)
+    return Rounds(engine, w0, seed)

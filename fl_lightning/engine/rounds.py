@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,7 @@ from fl_lightning.core import (
 )
 from fl_lightning.data.minibatches import Minibatches, whole_blocks
 from fl_lightning.engine.base import Carry, Fixed
-
-if TYPE_CHECKING:
-    from fl_lightning.engine.batched import BatchedEngine
+from fl_lightning.engine.batched import BatchedEngine, by_client
 
 
 @dataclass(frozen=True)
@@ -234,12 +232,6 @@ class Rounds:
         """Whether the bits of an upload may depend on its values, not only on its shape."""
         alike = all(type(part).bits is Part.bits for part in self.objective.all_parts)
         return not (alike and type(self.objective).bits is LocalObjective.bits)
-
-
-def by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
-    """Returns the rows of the first ``n`` clients."""
-    columns = {name: v.unbind() for name, v in values.items()}
-    return [{name: column[i] for name, column in columns.items()} for i in range(n)]
 
 
 def _of_server(ctx: ClientContext) -> RoundContext:

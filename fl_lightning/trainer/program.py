@@ -10,6 +10,7 @@ import torch
 from fl_lightning.core import State, ensure
 from fl_lightning.data.minibatches import CHUNK
 from fl_lightning.engine.batched import BatchedEngine, is_out_of_memory
+from fl_lightning.engine.recorded_rounds import rounds_of
 from fl_lightning.engine.rounds import Drawn, Table, Trained
 from fl_lightning.trainer.aggregation.base import Mean
 from fl_lightning.trainer.cohort import Cohort
@@ -123,6 +124,8 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     """
     engine, store = run.engine, run.clients
     assert isinstance(engine, BatchedEngine)
+    if run.rounds is None or run.rounds.engine is not engine:
+        run.rounds = rounds_of(engine, store.w0, run.seed)
     drawn = [
         Drawn(c.clients, c.contexts, [run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)])
         for c in cohorts
@@ -131,7 +134,7 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     while drawn:
         table = Table({k: store.row(k) for k in ids}, store.inits, store.w0)
         with engine.checked():
-            results = [*engine.rounds(store.w0, run.seed).train(drawn, server, table)]
+            results = [*run.rounds.train(drawn, server, table)]
         # the only time that the rounds wait for local training
         read = torch.cat([result.numbers for result in results]).cpu()
         columns = torch.split(read, [len(of.numbers) for of in results])

@@ -29,6 +29,7 @@ from fl_lightning.core import (
 )
 from fl_lightning.data import FederatedDataModule, Minibatches
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
+from fl_lightning.engine.rounds import Rounds
 from fl_lightning.results.configs import group_id, only_python
 from fl_lightning.results.metrics import Mode, is_protected
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
@@ -143,6 +144,7 @@ class Run:
         aggregation: Combines the uploads of a cohort into one update.
         mean_samples: Mean number of samples of a client.
         engine: Runs local training.
+        rounds: Trains programs of rounds with the engine; None before the first.
         engine_name: Name of the engine; "auto" until one is chosen.
         upload_shapes: Shapes of what a client uploads, by phase and name.
         state: The state after the rounds so far.
@@ -183,6 +185,13 @@ class Run:
         self.fabric.barrier()
         data.setup("fit")
         data.to(self.fabric.device)
+        named = (*objective.net.named_parameters(), *objective.net.named_buffers())
+        meta = ", ".join([name for name, value in named if value.is_meta][:3])
+        ensure(
+            not meta,
+            f"model.net = {type(objective.net).__name__}: {meta} on the meta device, without values; make it on the "
+            "CPU, or fill it by to_empty(device='cpu') and load_state_dict",
+        )
         objective.to(device=self.fabric.device, dtype=self.dtype)
         self.net, frozen = FlatNet(objective.net), constants(objective.net)
         # every process gets the values of rank 0, through the CPU: what is broadcast keeps the device of rank 0
@@ -196,6 +205,7 @@ class Run:
         self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")
+        self.rounds: Rounds | None = None
         fewer = settings.faults.stragglers is not None or (settings.clock is not None and settings.clock.shortens)
         steps = None if fewer else settings.local_steps
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)

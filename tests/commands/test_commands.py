@@ -131,7 +131,10 @@ def test_help_lists_the_classes_of_a_setting(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         cli("fit", "--model.help=FedAvg")
     shown = " ".join(capsys.readouterr().out.split())
-    expected = {"ascent": {"Ascent", "SAM", "ASAM", "LESAM"}, "parts": {"Compress", "FlexLoRA", "Personal", "Ditto"}}
+    expected = {
+        "ascent": {"Ascent", "SAM", "ASAM", "LESAM"},
+        "parts": {"Compress", "FlexLoRA", "MAN", "Personal", "Ditto"},
+    }
     for name, classes in expected.items():  # in the order in which their modules were imported
         listed = shown.rpartition(f"--model.{name} {name.upper()}")[2].partition("classes: ")[2].partition(")")[0]
         assert classes == {*listed.split(", ")} - {"or a dotted path"}

@@ -348,7 +348,7 @@ def test_files_of_other_programs_are_left_out_by_name(runs: list[Path], capsys: 
 def test_folders_without_runs(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for wrong in (3, [3], None):
-        with pytest.raises(UserError, match=r"^runs = .*: give text or Path or a list"):
+        with pytest.raises(UserError, match=r"^runs = .*: give text or Path, or a list"):
             compare(wrong)  # type: ignore[arg-type]
     for folder, problem in (("empty", "no run there"), ("nowhere", "no such folder")):
         with pytest.raises(UserError, match=rf"^runs = .*{folder}: {problem}.*; give [^\n]*$"):

@@ -15,7 +15,7 @@ from lightning.fabric.loggers.logger import Logger
 import fl_lightning as fl
 from fl_lightning import Callback, Checkpoints, Digits, DigitsMLP, FedAvg, FederatedTrainer, Part, UserError
 from fl_lightning.core import DivergenceError, State
-from fl_lightning.engine.batched import BatchedEngine
+from fl_lightning.engine.recorded_rounds import RecordedRounds
 from fl_lightning.trainer import program, resume
 from fl_lightning.trainer.callbacks import checkpoints
 from fl_lightning.trainer.participation.samplers import CohortSampler
@@ -74,8 +74,8 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recorded(run: Run) -> int:
     """Returns how many records of whole rounds a run has made; 0 if it cannot record them."""
-    [rounds] = run.engine._rounds.values()  # type: ignore[attr-defined]
-    return 0 if rounds._refused else sum(map(len, rounds._records.values()))
+    assert isinstance(run.rounds, RecordedRounds)
+    return 0 if run.rounds._refused else sum(map(len, run.rounds._records.values()))
 
 
 def check_same(one: Run, other: Run) -> None:
@@ -324,7 +324,7 @@ def test_what_does_not_fit_into_memory_runs_one_by_one(tmp_path: Path, monkeypat
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("simulated")
 
-    monkeypatch.setattr(BatchedEngine, "rounds", fails)
+    monkeypatch.setattr(RecordedRounds, "train", fails)
     train(tmp_path, FedAvg, seen := Rounds(), max_rounds=3)
     assert seen.seen == [1, 2, 3]
 

@@ -405,7 +405,7 @@ class Detached(nn.Linear):
 
 def test_nets_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^model\.net = Linear: weight, bias on the meta device, without values; "):
-        FedAvg(nn.Linear(64, 10, device="meta"))
+        FederatedTrainer(default_root_dir=str(tmp_path)).fit(FedAvg(nn.Linear(64, 10, device="meta")), Digits())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own: it is deprecated
         scripted = torch.jit.script(nn.Linear(64, 10))
