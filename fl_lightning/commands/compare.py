@@ -45,7 +45,6 @@ def run(
     """
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
-    folder = None if out is None else make_folder(out)  # before what takes long
     keys = [*map(escape, names(groups))]
     labels = [[*map(escape, label(group))] for group in groups]
     least = sum(max(map(cell_len, column)) + 3 for column in zip(keys, *labels, strict=True))
@@ -79,13 +78,14 @@ def run(
         show_table(filled(varied.HEAD, texts, title=f"importance for {settings.metric}"))
         say(about)
     say_left_out(groups)
-    if folder is not None:
+    if out is not None:
         files: dict[str, str | bytes] = {
             **table_files(groups, shown),
             **curve_files({group.name: group.metrics for group in groups}),
             **({} if table is None else table.files()),
             **({} if settings is None else {**settings.files(), **figure_files(settings.plot(), "parallel")}),
         }
+        folder = make_folder(out)
         write_together({folder / name: content for name, content in files.items()})
         say(f"results: {out}")
 

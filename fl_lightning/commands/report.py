@@ -72,7 +72,6 @@ def run(
     files = [(group, read_group(group)) for group in groups]
     page = Path(out) if out.endswith(".html") else Path(out) / "report.html"
     folder = page.with_suffix("") if out.endswith(".html") else page.parent
-    make_folder(folder)  # before what takes long
     settings = tried(groups)
     sweep = settings if len(settings.settings) > 2 and len(settings.values) >= LEAST else None
     with drawing():
@@ -87,6 +86,7 @@ def run(
         }
         for _, name, figure in (entry for of in drawings.values() for entry in of if figures):
             beside |= figure_files(figure, name)
+    make_folder(folder)
     write_together({page: text, **{folder / name: content for name, content in beside.items()}})
     say_left_out(groups)
     say(f"report: {page} ({page.stat().st_size / 1e6:.1f} MB)")

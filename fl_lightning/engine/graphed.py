@@ -128,7 +128,7 @@ class GraphedEngine(BatchedEngine):
         if self.compile:
             replay = self.compiled_steps(step, named, len(named["block.y"]))
         else:
-            replay = simplified(step.graph, constants=not named["w"].is_cuda).forward
+            replay = simplified(step.graph, constants=named["w"].device.type == "cpu").forward
         replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
         return Record(step, replay, ctx.t)
 

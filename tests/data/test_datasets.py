@@ -388,7 +388,6 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert made[:2] == [("HuggingFace", 3, [24] * 3), ("FEMNIST", 3, [4, 3, 5])]
     assert made[2:] == [
         ("Arrays", 5, [10] * 5),
-        ("Arrays", 2, [20, 30]),
         ("FromDataset", 3, [20] * 3),
         ("Sensors", 2, [10, 20]),
         ("Arrays", 2, [20, 28]),
