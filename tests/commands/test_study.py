@@ -78,8 +78,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(
     for args in (
         ["flatness", f"--ckpt_path={last}", f"--out={out}"],
         ["interpolate", str(last), str(last), f"--out={out}"],
-        ["compare", str(last.parents[1]), f"--out={out}"],
-        ["report", str(last.parents[1]), f"--out={out}"],
     ):
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
