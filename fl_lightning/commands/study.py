@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from fl_lightning.commands.shared.output import short_path
 from fl_lightning.core import (
     PositiveInt,
     UserError,
@@ -16,7 +17,7 @@ from fl_lightning.core import (
     write_together,
 )
 from fl_lightning.results import find_runs, say
-from fl_lightning.results.rows import Store, extract, store_of
+from fl_lightning.results.rows import Store, extract, located, store_of
 
 SUMMARY = "Keep finished runs as rows of a study; train rows again and compare their bits; write its pages."
 
@@ -117,10 +118,10 @@ def _add(paths: Sequence[str], into: Path) -> None:
     from fl_lightning.trainer import RunFolder
 
     store, added = Store(into), list[str]()
-    for given in paths:
-        found = find_runs([given])
+    for place in (folder for given in paths for folder in located(given)):
+        found = find_runs([place])
         for run in found:
-            inside = run.relative_to(Path(given).resolve()).parts
+            inside = run.relative_to(place).parts
             parts = [part for part in inside if not part.startswith("version_")] or [RunFolder(run).name]
             several = sum(other.parent == run.parent for other in found) > 1
             added.append("/".join([*parts, *[run.name] * several]))
@@ -139,6 +140,6 @@ def _check(rows: Sequence[tuple[Path, str]], settings: Sequence[str], tolerance:
     for row, again in check(rows, settings, tolerance, build):
         good = again.met(tolerance)
         wrong += not good
-        say(f"{row}: {again.text()}{'' if good else ': WRONG'}")
+        say(f"{short_path(row)}: {again.text()}{'' if good else ': WRONG'}")
     if wrong:
         raise UserError(f"{wrong} of {len(rows)} rows are not met; see the lines above")

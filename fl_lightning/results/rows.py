@@ -1,9 +1,9 @@
 """The rows of a stored study: two files hold them all, and each row becomes a folder again that reads as a run's.
 
-``rows.jsonl`` has a line a row: its name, method, column and seed; ``about``, whose run it is and what checks found; its
-config, in the first line whole, in the others as the settings that differ from it. ``metrics.csv.xz`` is one table of
-all metrics, a line a round. Its head and each row are streams of xz of their own, so that a row is read or added alone;
-other programs read them as one table.
+``rows.jsonl`` has a line a row: its name, method, column and seed; ``about``, whose run it is and what checks found;
+its config, in the first line whole, in the others as the settings that differ from it. ``metrics.csv.xz`` is one table
+of all metrics, a line a round. Its head and each row are streams of xz of their own, so that a row is read or added
+alone; other programs read them as one table.
 """
 
 import atexit
@@ -13,10 +13,12 @@ import json
 import lzma
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, reduce
+from itertools import accumulate
 from operator import getitem
 from pathlib import Path
 from tempfile import mkdtemp
@@ -56,11 +58,9 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         path = folder / ROWS
-        texts = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        try:
+        with _reading(path):
+            texts = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
             self.lines: list[Line] = [json.loads(text) for text in texts]
-        except ValueError as error:
-            raise UserError(f"{path}: not readable ({error}); restore it") from None
 
     def matching(self, name: str) -> list[Line]:
         """Returns the lines of a row, of the rows below a name, or of a shell's pattern of both; of all for ``.``."""
@@ -74,7 +74,8 @@ class Store:
             UserError: If its metrics are damaged.
         """
         heading, *streams = self._streams
-        head, *rows = [*_cells(heading), *_cells(streams[self.lines.index(line)])]
+        with _reading(self.folder / METRICS):
+            head, *rows = [*_cells(heading), *_cells(streams[self.lines.index(line)])]
         filled = [name for name, *cells in zip(head, *rows, strict=True) if name not in KEYS and any(cells)]
         columns = [head.index(name) for name in line.get("columns", filled)]
         lines = [[row[at] for at in columns] for row in (head, *rows)]
@@ -138,16 +139,19 @@ class Store:
         """The head of the table, and the lines of each row, compressed; nothing of an empty store."""
         if not self.lines:
             return []
-        path = self.folder / METRICS
-        try:
-            data, head = path.read_bytes(), lzma.LZMADecompressor()
+        with _reading(self.folder / METRICS):
+            data, head = (self.folder / METRICS).read_bytes(), lzma.LZMADecompressor()
             head.decompress(data)
-            ends = [len(data) - len(head.unused_data)]
-            for line in self.lines:
-                ends.append(ends[-1] + line["bytes"])
-            return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            raise UserError(f"{path}: not readable ({error}); restore it") from None
+        ends = [*accumulate((line["bytes"] for line in self.lines), initial=len(data) - len(head.unused_data))]
+        return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        raise UserError(f"{path}: not readable ({error}); restore it") from None
 
 
 def extract(files: Mapping[str, str], folder: Path) -> None:

@@ -151,20 +151,20 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
     keys = [find_setting(apart, name, "pivot") for name in given]
     others = [key for key in apart if key not in keys]
     kinds = list(dict.fromkeys(tuple(config.get(key) for key in others) for config in configs))
-    rows, columns = (shown(config.get(key) for config in configs) for key in keys)
+    one, other = (shown(config.get(key) for config in configs) for key in keys)
     parts = grouped(
         (
-            (rows[config.get(keys[0])], columns[config.get(keys[1])]),
+            (one[config.get(keys[0])], other[config.get(keys[1])]),
             (group, kinds.index(tuple(config.get(key) for key in others))),
         )
         for group, config in zip(groups, configs, strict=True)
     )
     cells = {at: _together(", ".join(at), of) for at, of in parts.items()}
-    heads = (sorted({at[i] for at in cells}, key=_order) for i in (0, 1))
+    rows, columns = (sorted({at[i] for at in cells}, key=_order) for i in (0, 1))
     run = groups[0].runs[0]
     form = Column("mean", "mean", "mean", run.mode, fraction=known(run.metric).unit == "fraction")
     named = [short[key] for key in (*keys, *others)]
-    return Pivot((named[0], named[1]), *heads, cells, named[2:], form, run.metric)
+    return Pivot((named[0], named[1]), rows, columns, cells, named[2:], form, run.metric)
 
 
 def _together(name: str, parts: Sequence[tuple[Group, int]]) -> Group:

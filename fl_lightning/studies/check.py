@@ -65,8 +65,8 @@ def check(
     """
     from fl_lightning.sweeps.trials import Trial, run_trials  # takes seconds; a page needs none
 
-    trials = {
-        (store / name).as_posix().strip("/.").replace("/", "_"): (store, name, *located(store / name))
+    trials: dict[str, tuple[Path, str, Path]] = {
+        (store / name).as_posix().strip("/.").replace("/", "_"): (store, name, located(store / name)[0])
         for store, name in rows
     }
     with TemporaryDirectory() as out:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fl_lightning.core import Figure
-from fl_lightning.results import read_config
+from fl_lightning.results import find_runs, read_config
 from fl_lightning.results.compare import compare
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import markdown
@@ -26,7 +26,7 @@ def page(rows: Sequence[str | Path]) -> tuple[str, Callable[[], Figure]]:
     Raises:
         UserError: If a row is damaged.
     """
-    groups = compare(rows)
+    groups = compare(sorted(find_runs(rows)))
     heading = _about(groups[0].folders[0])
     shown = [c for c in columns(groups) if c.table in ("results", "clients") and c.key != "std_rounds"]
     reference = next((group for group in groups if group.name == heading.get("reference")), groups[0])

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, grouped, make_folder, write_atomically
-from fl_lightning.results import headline, read_config, write_table
+from fl_lightning.core import UserError, folded, grouped, make_folder, write_atomically
+from fl_lightning.results import headline, load_yaml, write_table
 from fl_lightning.results.rows import ABOUT, Store
 from fl_lightning.studies.store import add
 from fl_lightning.sweeps.controller import Controller
@@ -53,7 +53,10 @@ class Study:
         Raises:
             UserError: If it is not readable.
         """
-        return cls(read_config(file), *of)
+        try:
+            return cls(load_yaml(file.read_text(encoding="utf-8")), *of)
+        except (OSError, yaml.YAMLError) as error:
+            raise UserError(f"study = {file}: {folded(error)}; give a YAML file, as in benchmarks/studies") from None
 
     def run(self, methods: Sequence[str] | None = None) -> Iterator[Path]:
         """Tunes methods, trains the rows that the store lacks, and yields each that is added.
