@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import csv
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from fl_lightning.results import headline
+from fl_lightning.results.rows import located
 from gallery_figures import ROOT, small
 
 ROWS, SEED = ROOT / "ledger" / "digits" / "alpha_0.05", "seed_0"
@@ -21,21 +22,15 @@ def command(*args: str) -> None:
     subprocess.run([sys.executable, "-m", "fl_lightning", *args], check=True)
 
 
-def lambda_max(row: Path) -> float:
-    """The largest eigenvalue of the Hessian after the last round."""
-    with (row / "metrics.csv").open(newline="") as file:
-        return float([each["flatness/lambda_max"] for each in csv.DictReader(file)][-1])
-
-
 def main() -> None:
     labels, checkpoints = [], []
     with tempfile.TemporaryDirectory() as folder:
         for name in METHODS:
-            row, run = ROWS / name / SEED, Path(folder) / name
+            (row,), run = located(ROWS / name / SEED), Path(folder) / name
             place = [f"--trainer.default_root_dir={folder}", f"--trainer.name={name}"]
             command("fit", f"--config={row / 'config.yaml'}", *place, "--trainer.callbacks=[Checkpoints]")
             checkpoints.append(run / "version_0" / "checkpoints" / "last.ckpt")
-            labels.append(f"{name}, λ = {lambda_max(row):.2f}")
+            labels.append(f"{name}, λ = {headline(row, 'flatness/lambda_max'):.2f}")
         first, *others = map(str, checkpoints)
         options = ["--samples=null", "--splits=[train]", "--same-directions", "--points=41", f"--out={folder}/drawn"]
         command("landscape", f"--ckpt_path={first}", f"--compare={others}", f"--labels={labels}", *options)
