@@ -10,9 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from gallery_figures import ROOT, small
+
 from fl_lightning.results import headline
 from fl_lightning.results.rows import located
-from gallery_figures import ROOT, small
 
 ROWS, SEED = ROOT / "ledger" / "digits" / "alpha_0.05", "seed_0"
 METHODS = ("FedAvg", "FedSAM", "FedGloSS", "FedGMT")
