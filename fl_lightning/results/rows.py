@@ -12,7 +12,6 @@ import io
 import json
 import lzma
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -21,6 +20,7 @@ from functools import cache, cached_property, reduce
 from itertools import accumulate
 from operator import getitem
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -207,10 +207,8 @@ def located(path: str | Path) -> list[Path]:
 def _place(store: Path, written: int) -> Path:
     """Returns a temporary folder of the store's name, with its ``about.yaml``; another one when it was written anew."""
     folder = Path(mkdtemp(prefix="fl_lightning_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    make_folder(folder / store.name)
-    if (store / ABOUT).is_file():
-        shutil.copy(store / ABOUT, folder / store.name)
+    atexit.register(rmtree, folder, ignore_errors=True)
+    extract({path.name: path.read_text(encoding="utf-8") for path in store.glob(ABOUT)}, folder / store.name)
     return folder / store.name
 
 
