@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, json_text, make_folder, write_atomically
+from fl_lightning.core import UserError, json_text, make_folder, parse_json, write_atomically
 from fl_lightning.results.metrics import FILE, table_text
 from fl_lightning.results.yaml_text import load_yaml
 
@@ -39,6 +39,23 @@ REPEATED = re.compile(r"(/(seed_-?|version_)\d+)+$")
 """End of the name of a row, which is that of one run of a method."""
 Line = dict[str, Any]
 """A line of ``rows.jsonl``."""
+
+
+def _is_inside(name: Any) -> bool:
+    """Returns whether a path leads to below the folder that it starts from; a store may be a stranger's."""
+    return isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+LINE: Line = {
+    "row": _is_inside,
+    **dict.fromkeys(("method", "column"), str),
+    **dict.fromkeys(("seed", "bytes"), int),
+    **dict.fromkeys(("about", "config"), dict[str, Any]),
+    "columns?": list[str],
+    "files?": lambda files: isinstance(files, dict) and all(map(_is_inside, files)),
+    "thinned?": bool,
+}
+"""Its form, see `fits`."""
 
 
 class Store:
@@ -58,9 +75,8 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         path = folder / ROWS
-        with _reading(path):
-            texts = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-            self.lines: list[Line] = [json.loads(text) for text in texts]
+        texts = path.read_bytes().splitlines() if path.is_file() else []
+        self.lines: list[Line] = [parse_json(text, path, LINE) for text in texts]
 
     def matching(self, name: str) -> list[Line]:
         """Returns the lines of a row, of the rows below a name, or of a shell's pattern of both; of all for ``.``."""
@@ -74,7 +90,7 @@ class Store:
             UserError: If its metrics are damaged.
         """
         heading, *streams = self._streams
-        with _reading(self.folder / METRICS):
+        with self._reading():
             head, *rows = [*_cells(heading), *_cells(streams[self.lines.index(line)])]
         filled = [name for name, *cells in zip(head, *rows, strict=True) if name not in KEYS and any(cells)]
         columns = [head.index(name) for name in line.get("columns", filled)]
@@ -139,19 +155,18 @@ class Store:
         """The head of the table, and the lines of each row, compressed; nothing of an empty store."""
         if not self.lines:
             return []
-        with _reading(self.folder / METRICS):
+        with self._reading():
             data, head = (self.folder / METRICS).read_bytes(), lzma.LZMADecompressor()
             head.decompress(data)
         ends = [*accumulate((line["bytes"] for line in self.lines), initial=len(data) - len(head.unused_data))]
         return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-        raise UserError(f"{path}: not readable ({error}); restore it") from None
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+            raise UserError(f"{self.folder / METRICS}: not readable ({error}); restore it") from None
 
 
 def extract(files: Mapping[str, str], folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, folded, grouped, make_folder, write_atomically
+from fl_lightning.core import UserError, ensure, folded, grouped, make_folder, write_atomically
 from fl_lightning.results import headline, load_yaml, write_table
 from fl_lightning.results.rows import ABOUT, Store
 from fl_lightning.studies.store import add
@@ -121,6 +121,7 @@ class Study:
         for _ in Controller(sweep, file.with_suffix(""), [0], 0).run(self.build, check=self.check):
             pass  # one that diverges is a result, too
         tried = [draw for draw in self._draws(name) if draw["state"] == "finished"]
+        ensure(bool(tried), f"{name}: no draw has finished, see {file.with_suffix('')}; give other ranges")
         losses = {draw["folder"]: headline(Path(draw["folder"]), "server/val/loss") for draw in tried}
         best = max(tried, key=lambda draw: (float(draw[METRIC]), -(losses[draw["folder"]] or 0.0)))
         return {key: best[key] for key in parameters}

@@ -260,7 +260,16 @@ def test_mistakes_are_a_line(copy: Path, monkeypatch: pytest.MonkeyPatch, args: 
 def test_damaged_stores_are_a_line(name: str, copy: Path) -> None:
     data = (copy / name).read_bytes()
     (copy / name).write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match=f"{name}: not readable .*; restore it"):
+    with pytest.raises(UserError, match=f"{name}: not readable .*; restore"):
+        compare(copy)
+
+
+@pytest.mark.parametrize(("key", "value"), [("row", "../out"), ("row", "/out"), ("files", {"../../out": "x"})])
+def test_a_strangers_store_writes_nothing_outside(key: str, value: Any, copy: Path) -> None:
+    store = Store(copy)
+    store.lines[1][key] = value
+    store.write()
+    with pytest.raises(UserError, match=r"rows\.jsonl: not what a run writes there"):
         compare(copy)
 
 
