@@ -14,7 +14,6 @@ from fl_lightning.core import (
     make_folder,
     render,
     write_atomically,
-    write_together,
 )
 from fl_lightning.results import find_runs, say
 from fl_lightning.results.rows import Store, extract, located, store_of
@@ -45,7 +44,7 @@ def run(
         paths: For run: files of studies. For add: run folders, or folders above them. For claims: a file of claims.
             Else: stores, or rows of one.
         *settings: For check: settings of this machine, such as --data.path FILE.
-        into: For add and run: the folder of the store; null: ledger, or of a study the one of its name in there.
+        into: For add and run: the folder of the store; null: ledger/mine, or of a study the one of its name there.
         count: For check: number of rows, drawn at random.
         seed: For check: seed of this draw.
         tolerance: For check: on another kind of processor, or with another torch, the final evaluation of a row may be
@@ -64,7 +63,7 @@ def run(
             for row in study.run(methods.split(",") if methods else None):
                 say(f"added: {row}")
     elif action == "add":
-        _add(paths, Path(into or "ledger"))
+        _add(paths, Path(into or "ledger/mine"))
     elif action == "check":
         rows = [(store, name) for store, names in _rows(paths).items() for name in names]
         _check(random.Random(seed).sample(rows, min(count, len(rows))), settings, tolerance)
@@ -79,22 +78,23 @@ def run(
         from fl_lightning.studies.page import page
 
         text, figure = page(paths)
-        if out is None:
-            print(text)
-        else:
-            path = Path(out)
-            name = f"{path.stem}.png"
-            written = {path: f"{text}\n\n![Curves of the runs, or a point for each run]({name})\n"}
-            make_folder(path.parent)
-            write_together({**written, path.parent / name: render(figure(), png={})[0]})
+        if out is not None:
+            picture = Path(out).with_suffix(".png")
+            text += f"\n\n![Curves of the runs, or a point for each run]({picture.name})"
+            write_atomically(make_folder(picture.parent) / picture.name, render(figure(), png={})[0])
+        _show(f"{text}\n", out)
     else:
         from fl_lightning.studies import claims
 
-        texts = "\n".join(claims.page(Path(path)) for path in paths)
-        if out is None:
-            print(texts, end="")
-        else:
-            write_atomically(make_folder(Path(out).parent) / Path(out).name, texts)
+        _show("\n".join(claims.page(Path(path)) for path in paths), out)
+
+
+def _show(page: str, out: str | None) -> None:
+    """Prints a page, or writes it."""
+    if out is None:
+        print(page, end="")
+    else:
+        write_atomically(make_folder(Path(out).parent) / Path(out).name, page)
 
 
 def _rows(paths: Sequence[str]) -> Mapping[Path, list[str]]:

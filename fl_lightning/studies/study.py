@@ -24,8 +24,8 @@ from fl_lightning.sweeps.trials import Build, Check, Trial, run_trials
 
 TUNING = "tuning.csv"
 """In a store: all draws."""
-METRIC = "server/val/acc"
-"""What the draws are judged by."""
+METRIC, LOSS = "server/val/acc", "server/val/loss"
+"""What the draws are judged by; the data evaluate both."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ class Study:
             pass  # one that diverges is a result, too
         tried = [draw for draw in self._draws(name) if draw["state"] == "finished"]
         ensure(bool(tried), f"{name}: no draw has finished, see {file.with_suffix('')}; give other ranges")
-        losses = {draw["folder"]: headline(Path(draw["folder"]), "server/val/loss") for draw in tried}
-        best = max(tried, key=lambda draw: (float(draw[METRIC]), -(losses[draw["folder"]] or 0.0)))
+        best = max(tried, key=lambda draw: (float(draw[METRIC]), -(headline(Path(draw["folder"]), LOSS) or 0.0)))
         return {key: best[key] for key in parameters}
 
     def train(self, row: str, args: Sequence[str]) -> None:
