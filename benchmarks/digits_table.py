@@ -147,9 +147,12 @@ def read() -> dict[str, list[dict[str, str]]]:
 def spread(rows: Sequence[dict[str, str]], column: str, digits: str) -> str:
     """Mean and standard deviation (n - 1) over the seeds; of one seed its value."""
     values = [float(row[column]) for row in rows]
-    return f"{statistics.mean(values):{digits}}" + (
-        f" ± {statistics.stdev(values):{digits}}" if len(values) > 1 else ""
-    )
+    return f"{statistics.mean(values):{digits}}" + (f" ± {deviation(values):{digits}}" if len(values) > 1 else "")
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Standard deviation (n - 1); 0 for one value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def table(labels: Sequence[str]) -> str:
