@@ -41,8 +41,8 @@ def run(
 
     Args:
         action: run, add, check, extract, page or claims.
-        paths: For run: files of studies. For add: run folders, or folders above them. For claims: a file of claims.
-            Else: stores, or rows of one.
+        paths: For run: files of studies. For add: run folders, or folders above them, or stores. For claims: a file of
+            claims. Else: stores, or rows of one.
         *settings: For check: settings of this machine, such as --data.path FILE.
         into: For add and run: the folder of the store; null: ledger/mine, or of a study the one of its name there.
         count: For check: number of rows, drawn at random.
@@ -123,7 +123,7 @@ def _add(paths: Sequence[str], into: Path) -> None:
         for run in found:
             inside = run.relative_to(place).parts
             parts = [part for part in inside if not part.startswith("version_")] or [RunFolder(run).name]
-            several = sum(other.parent == run.parent for other in found) > 1
+            several = run.name != parts[-1] and sum(other.parent == run.parent for other in found) > 1
             added.append("/".join([*parts, *[run.name] * several]))
             add(run, store, added[-1])
     store.write()

@@ -129,6 +129,7 @@ class Store:
         streams[at : at + 1] = [_packed(table_text(first, others))]
         filled = [name for name in columns if name not in KEYS and any(row.get(name) for row in named)]
         line |= {"about": about} | ({} if filled == head else {"columns": head})
+        line |= {"thinned": True} if len(rows) < about.get("rounds", 0) else {}
         configs = [*map(self.config, self.lines[1:])] if at == 0 else []
         line["config"] = changes(self.config(self.lines[0]) if at else None, config)
         self.lines[at : at + 1] = [json.loads(json_text(line))]

@@ -19,22 +19,27 @@ def add(run: Path, store: Store, name: str) -> None:
     """Puts a run into a store, without writing it; the checks of a row with the same weights stay.
 
     Args:
-        run: The folder of a run that has ended.
+        run: The folder of a run that has ended, or of a row, such as one of another store.
         store: The store.
         name: The row's name.
 
     Raises:
         UserError: If the run cannot be a row, or the store has a row of this name with other weights.
     """
-    ensure((run / SUMMARY).is_file(), f"{run}: the run has not ended; let it end first")
-    texts = row_files(run, ran(run))
+    if (run / ROW).is_file():
+        paths = (path for path in run.rglob("*") if path.is_file())
+        texts = {path.relative_to(run).as_posix(): path.read_bytes().decode() for path in sorted(paths)}
+    else:
+        ensure((run / SUMMARY).is_file(), f"{run}: the run has not ended; let it end first")
+        texts = row_files(run, ran(run))
     about = json.loads(texts[ROW])
     before = next((line["about"] for line in store.lines if line["row"] == name), about)
     ensure(
         before["weights"] == about["weights"],
         f"{store.folder / name}: a row with other weights; remove it, or give another folder by --into",
     )
-    store.put(name, {**texts, ROW: json_text({**about, "checks": before["checks"]}, indent=1)})
+    checks = max(about["checks"], before["checks"], key=len)
+    store.put(name, {**texts, ROW: json_text({**about, "checks": checks}, indent=1)})
 
 
 def ran(run: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fl_lightning import UserError
 from fl_lightning.core import json_text
 from fl_lightning.results.compare import compare
 from fl_lightning.results.metrics import read_directions
-from fl_lightning.results.rows import Store, changes, config_text, located
+from fl_lightning.results.rows import Store, changes, config_text, extract, located
 from fl_lightning.results.summary import headline
 from fl_lightning.studies import claims
 from fl_lightning.studies.page import page
@@ -90,6 +90,21 @@ def test_bytes_of_a_store_are_those_of_its_rows(study: Path, tmp_path: Path) -> 
             assert Store(tmp_path / "rows").files(before) == made.files(*made.matching(before["row"]))
     for name in ("rows.jsonl", "metrics.csv.xz"):
         assert (tmp_path / "rows" / name).read_bytes() == (study / "rows" / name).read_bytes()
+
+
+def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Path, tmp_path: Path) -> None:
+    """As when two branches have added rows; a row with other weights is refused."""
+    store = Store(copy)
+    store.lines[1]["about"]["checks"] = [{"same": True}]
+    store.write()
+    for given in (copy, study / "rows"):
+        cli("study", "add", str(given), f"--into={tmp_path / 'both'}")
+    for name in ("rows.jsonl", "metrics.csv.xz"):
+        assert (tmp_path / "both" / name).read_bytes() == (copy / name).read_bytes()
+    store.lines[2]["about"]["weights"] = "another"
+    store.write()
+    with pytest.raises(SystemExit, match="a row with other weights"):
+        cli("study", "add", str(copy), f"--into={tmp_path / 'both'}")
 
 
 @pytest.mark.slow
@@ -246,12 +261,13 @@ def test_a_row_with_another_bit_is_wrong_and_the_page_says_so(copy: Path, capsys
         (["check", "rows", "--count=0"], "count = 0: give a whole number of at least 1"),
         (["check", "rows/FedSAM/seed_1", "--data.batch_size=31"], "not met"),
         (["check", "rows/FedSAM/seed_1", "--data.num_clients=5"], "trained on other data"),
-        (["add", "rows", "--into=more"], "the run has not ended"),
+        (["add", "unfinished"], "the run has not ended"),
     ],
 )
 def test_mistakes_are_a_line(copy: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], line: str) -> None:
     monkeypatch.chdir(copy.parent)
     copy.with_name("runs").mkdir()
+    extract({"metrics.csv": "round,server/test/acc\n1,0.5\n"}, copy.with_name("unfinished") / "version_0")
     with pytest.raises(SystemExit, match=line):
         cli("study", *args)
 
@@ -296,10 +312,10 @@ def test_page_of_claims_is_that_of_the_ledger() -> None:
     assert claims.page(LEDGER / "claims.yaml") == (DOCS / "ledger" / "claims.md").read_text()
 
 
-def test_rows_of_the_ledger_say_that_they_are_thinned() -> None:
+def test_rows_say_whether_they_are_thinned(study: Path) -> None:
     """Rows of before stores were kept with their evaluated rounds alone."""
-    for path in sorted(LEDGER.glob("*/rows.jsonl")):
-        assert all(line.get("thinned") for line in Store(path.parent).lines)
+    assert all(line["thinned"] for line in Store(LEDGER / "agnews").lines)
+    assert not any("thinned" in line for line in Store(study / "rows").lines)
 
 
 def test_one_row_of_a_store_that_has_stood_for_years() -> None:
