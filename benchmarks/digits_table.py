@@ -1,14 +1,13 @@
 """Every algorithm with its defaults on the problem of configs/quickstart.yaml, three seeds or one; nothing is tuned.
 
-``python benchmarks/digits_table.py`` trains (about ten minutes on one core), writes docs/algorithms/digits.csv and
-digits.png, and renews the tables of the pages there. Names of runs after it train these alone and keep the other rows;
-``--draw`` trains nothing. A run that diverges is recorded with the round that it broke off in.
+``python benchmarks/digits_table.py`` trains (about ten minutes on one core), writes docs/algorithms/digits.csv, and
+renews the tables of the pages there. Names of runs after it train these alone and keep the other rows. A run that
+diverges is recorded with the round that it broke off in.
 """
 
 from __future__ import annotations
 
 import csv
-import math
 import re
 import statistics
 import sys
@@ -36,13 +35,12 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
-from fl_lightning.algorithms.catalogue import entries
 from fl_lightning.core.rng import generator
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.trainer.callbacks import Callback
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "algorithms"
-CSV, FIGURE = PAGES / "digits.csv", PAGES / "digits.png"
+CSV = PAGES / "digits.csv"
 ROUNDS, EVERY, LAST, SEEDS = 200, 10, 5, (0, 1, 2)
 COLUMNS = (
     "algorithm", "seed", "diverged_in_round", "acc_final", "acc_mean_last5", "lambda_max", "lambda_max_residual",
@@ -193,96 +191,17 @@ def fill(text: str) -> str:
     return re.sub(r"(<!-- digits: (.*?) -->\n).*?(<!-- /digits -->)", new, text, flags=re.DOTALL)
 
 
-def draw() -> None:
-    """Accuracy (of 0.5 at least) against lambda_max: means with standard deviations, one point per run."""
-    from matplotlib.figure import Figure
-
-    kinds = {
-        (False, False): ("o", "white", "no client state, one gradient a step"),
-        (False, True): ("^", "white", "no client state, two gradients a step"),
-        (True, False): ("o", "0.35", "client state, one gradient a step"),
-        (True, True): ("^", "0.35", "client state, two gradients a step"),
-    }
-    models = {e.name: e for e in entries()}
-    figure = Figure(figsize=(9, 6), dpi=110, layout="constrained")
-    axes = figure.add_subplot(xscale="log", xlabel="final Hessian $\\lambda_{max}$", ylabel="test accuracy")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(lambda x, _: f"{x:.1g}" if f"{x:.0e}"[0] in "2346" else "")
-    points: dict[tuple[float, float], list[str]] = {}
-    found = read()
-    for label in filter(found.get, ALGORITHMS):
-        name, _ = ALGORITHMS[label]
-        if any(row["diverged_in_round"] or float(row["acc_mean_last5"]) < 0.5 for row in found[label]):
-            continue
-        x, y = ([float(row[c]) for row in found[label]] for c in ("lambda_max", "acc_mean_last5"))
-        at = (statistics.mean(x), statistics.mean(y))
-        marker, face, _ = kinds[models[name].cells[1] != "-", "SAM" in label.split() or models[name].passes[1] > 1]
-        axes.errorbar(
-            *at, xerr=deviation(x), yerr=deviation(y), fmt=marker, color="0.2", markerfacecolor=face,
-            ecolor="0.8", elinewidth=0.8, markersize=7 if face == "white" else 4.5, zorder=3 + (face != "white"),
-        )  # fmt: skip
-        same = [p for p in points if abs(p[0] / at[0] - 1) < 0.01 and abs(p[1] - at[1]) < 1e-3]
-        points.setdefault(same[0] if same else at, []).append(label)
-    for marker, face, text in kinds.values():
-        axes.plot([], [], marker, color="0.2", markerfacecolor=face, label=text)
-    axes.legend(loc="lower left", fontsize="small")
-    axes.grid(alpha=0.2)
-    annotate(axes, {at: ", ".join(labels) for at, labels in points.items()})
-    figure.savefig(FIGURE, metadata={"Software": None})
-
-
-def annotate(axes: Any, texts: dict[tuple[float, float], str]) -> None:
-    """Writes each text near its point, at the first of some places where it covers nothing."""
-    from matplotlib.patheffects import withStroke
-
-    figure = axes.figure
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    pixels = {at: axes.transData.transform(at) for at in texts}
-    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in pixels.values()]
-    legend, frame = axes.get_legend().get_window_extent(), axes.get_window_extent()
-    taken.append(legend.extents)
-    angles = [0, 180, 90, 270, 45, 315, 135, 225, 22, 338, 158, 202]
-    for at, text in sorted(texts.items()):
-        x, y = pixels[at]
-        label = axes.text(*at, text, fontsize=7.5, zorder=6, path_effects=[withStroke(linewidth=2, foreground="white")])
-        box = label.get_window_extent()
-        best: tuple[float, float, float] | None = None
-        for radius in range(8, 140, 6):
-            for angle in angles:
-                dx, dy = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-                left = x + radius * dx - box.width * (1 - dx) / 2
-                low = y + radius * dy - box.height * (1 - dy) / 2
-                new = (left - 1, low - 1, left + box.width + 1, low + box.height + 1)
-                inside = frame.x0 < new[0] and new[2] < frame.x1 and frame.y0 < new[1] and new[3] < frame.y1
-                if best is None and inside and not any(overlap(new, old) for old in taken):
-                    best = (left, low, radius)
-                    taken.append(new)
-        assert best is not None, text
-        label.set_position(axes.transData.inverted().transform(best[:2]))
-        if best[2] > 8:
-            end = (min(max(x, best[0]), best[0] + box.width), min(max(y, best[1]), best[1] + box.height))
-            xs, ys = zip(at, axes.transData.inverted().transform(end), strict=True)
-            axes.plot(xs, ys, "-", color="0.6", linewidth=0.6, zorder=1)
-
-
-def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
 def main() -> None:
-    if sys.argv[1:] != ["--draw"]:
-        labels = sys.argv[1:] or list(RUNS)
-        rows: dict[str, list[dict[str, Any]]] = {**read()} if CSV.exists() else {}
-        for label in labels:
-            rows[label] = [train(label, seed) for seed in SEEDS]
-            for row in rows[label]:
-                print(*row.values(), flush=True)
-            with CSV.open("w", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(row for name in RUNS if name in rows for row in rows[name])
-    draw()
+    labels = sys.argv[1:] or list(RUNS)
+    rows: dict[str, list[dict[str, Any]]] = {**read()} if CSV.exists() else {}
+    for label in labels:
+        rows[label] = [train(label, seed) for seed in SEEDS]
+        for row in rows[label]:
+            print(*row.values(), flush=True)
+        with CSV.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(row for name in RUNS if name in rows for row in rows[name])
     for page in PAGES.glob("*.md"):
         page.write_text(fill(page.read_text()))
 

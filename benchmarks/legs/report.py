@@ -10,6 +10,7 @@ from typing import Any
 from fl_lightning.core import UserError
 from fl_lightning.results.metrics import markdown, read_run
 from fl_lightning.results.papers import find
+from fl_lightning.results.rows import located
 from legs.items import is_failure
 from legs.science import EVAL_LAST, ROUNDS, SEED, summary
 
@@ -196,7 +197,7 @@ def science(items: Found) -> list[str]:
 
 def ledger(name: str) -> dict[str, Any]:
     """The row of the ledger with the settings of a run; nothing if there is none."""
-    return summary(read_run(LEDGER / LEDGER_ROWS.get(name, name)), ROUNDS, EVAL_LAST)
+    return summary(read_run(*located(LEDGER / LEDGER_ROWS.get(name, name) / "seed_0")), ROUNDS, EVAL_LAST)
 
 
 def accuracy(v: dict[str, Any]) -> str:

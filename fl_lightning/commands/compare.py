@@ -94,4 +94,4 @@ def say_left_out(groups: Sequence[Group]) -> None:
     """Prints a line for each run that does not count."""
     for group in groups:
         for folder in group.left_out:
-            say(f"left out: {short_path(folder)} ({group.name} is a later run of the same settings and seed)")
+            say(f"left out: {short_path(folder)} ({group.name} has another run of the same settings and seed)")

@@ -12,14 +12,13 @@ from statistics import fmean
 
 from fl_lightning.core import UserError, checked, ensure, folded
 from fl_lightning.results.configs import config_files, read_config, run_key, settings_of, telling
-from fl_lightning.results.metrics import FILE, NUMBER, Mode, average, deviation
+from fl_lightning.results.metrics import FILE, NUMBER, Mode, average, deviation, read_run, rounds_done
+from fl_lightning.results.rows import ROW, ROWS, located
 from fl_lightning.results.summary import SUMMARY, Summary, summarise
 from fl_lightning.results.terminal import say
 
 OWN_CLASS = re.compile(r"[a-z_]\w*(\.[a-z_]\w*)*\.[A-Z]\w*")
 """The dotted path of a class."""
-ROW = "row.json"
-"""File of a row of a ledger: a run that has ended, without what it has left on its machine."""
 MISSING = "–"
 """A setting that a config does not have."""
 Seeds = tuple[int, ...] | None
@@ -35,7 +34,7 @@ class Group:
         folders: Their run folders.
         seeds: Their seeds.
         runs: Their statistics.
-        left_out: Folders of earlier runs with the same config and a seed of these.
+        left_out: Folders of other runs with the same config and a seed of these.
         settings: The settings that tell it from the other groups, by a short name; see `telling`.
     """
 
@@ -91,10 +90,11 @@ def compare(
 ) -> list[Group]:
     """Computes statistics of runs; runs of one config with different seeds are a group.
 
-    Of several runs below a folder with the same config and seed, the last by name counts, such as the highest version.
+    Of several runs below a folder with the same config and seed, one that has ended counts, and of these the last by
+    name, such as the highest version.
 
     Args:
-        runs: Run folders, or folders above them; or one.
+        runs: Run folders, stores of a study, rows of one, or folders above them; or one.
         target: Value of the metric that runs are to reach, such as an accuracy of 0.8.
         last: Rounds at the end whose evaluations and measurements are averaged; None: those of the headline.
         metric: Name of the metric; None: that of the data on the test set.
@@ -107,7 +107,7 @@ def compare(
     """
     runs = [runs] if isinstance(runs, str | Path) else runs
     ensure(bool(runs), "runs = []: give the folders of runs, or a folder above them")
-    named = {Path(run).resolve() for run in runs}
+    named = {folder for run in runs for folder in located(run)}
     members: dict[str, dict[Seeds, Path]] = {}
     left_out: dict[str, list[Path]] = {}
     found = find_runs(runs)
@@ -124,14 +124,16 @@ def compare(
                 not {folder, twin} <= named,
                 f"runs = {folder}: the same config and seed as {twin}; leave one of them out",
             )
-            left_out.setdefault(key, []).append(folder if twin in named else twin)
-            if twin in named:
+            counts = max(folder, twin, key=lambda run: (run in named, _ended(run)))  # of equals the later one
+            left_out.setdefault(key, []).append(twin if counts is folder else folder)
+            if counts is twin:
                 continue
             del group[seed]  # the later one comes last
         group[seed] = folder
     names = _names([next(iter(group.values())) for group in members.values()])
     configs = [settings_of(next(iter(group.values()))) for group in members.values()]
     short = telling(configs) if all(configs) else {}
+    texts = {whole: shown(config.get(whole) for config in configs) for whole in short.values()}
     groups = [
         Group(
             name=name,
@@ -139,7 +141,7 @@ def compare(
             seeds=[*group],
             runs=[summarise(folder, last, target, metric, mode) for folder in group.values()],
             left_out=left_out.get(key, []),
-            settings={end: plain(config.get(whole)) for end, whole in short.items()},
+            settings={end: texts[whole][config.get(whole)] for end, whole in short.items()},
         )
         for name, config, (key, group) in zip(names, configs, members.items(), strict=True)
     ]
@@ -147,15 +149,10 @@ def compare(
         reached = of_run(groups, reference).values("mean")
         ensure(bool(reached), f"reference = {reference}: its {metric} is not finite; give a target")
         return compare(runs, fmean(reached), last, metric, mode=mode)
-    for row in groups:
-        for folder, each in zip(row.folders, row.runs, strict=True):
-            if (folder / SUMMARY).is_file() or (folder / ROW).is_file():
-                continue  # it has ended
-            asked = settings_of(folder).get("trainer.max_rounds", "0")
-            if asked.isdecimal() and each.rounds < int(asked):
-                say(
-                    f"not ended: {folder} has {each.rounds} of {asked} rounds, and counts all the same", file=sys.stderr
-                )
+    for folder, each in ((folder, run) for row in groups for folder, run in zip(row.folders, row.runs, strict=True)):
+        if not _ended(folder):
+            asked = settings_of(folder)["trainer.max_rounds"]
+            say(f"not ended: {folder} has {each.rounds} of {asked} rounds, and counts all the same", file=sys.stderr)
     return groups
 
 
@@ -163,10 +160,10 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     """Returns the run folders among and below the given ones, each once.
 
     A run is a folder with a ``metrics.csv`` of at least one round; nothing is searched below it. A ``metrics.csv``
-    without a column of rounds, which is another program's, is named on stderr.
+    without a column of rounds, which is another program's, is named on stderr. Rows of stores are unpacked.
 
     Args:
-        folders: Run folders, or folders above them.
+        folders: Run folders, stores of a study, rows of one, or folders above them.
 
     Returns:
         Absolute paths; those below one folder in the order of their names, numbers by value.
@@ -176,9 +173,10 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for given in folders:
-        path = Path(given).resolve()
-        ensure(path.is_dir(), f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
-        below = sorted(_below(path), key=_by_number)
+        paths = located(given)
+        there = all(path.is_dir() for path in paths)
+        ensure(there, f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
+        below = sorted((run for path in paths for run in _below(path)), key=_by_number)
         ensure(bool(below), f"runs = {given}: no run there, that is no {FILE} with a round; give another folder")
         found |= dict.fromkeys(below)
     return list(found)
@@ -190,8 +188,8 @@ def of_run(groups: Iterable[Group], run: str | Path) -> Group:
     Raises:
         UserError: If there is none, or more than one.
     """
-    path, groups = Path(run).resolve(), list(groups)
-    found = [group for group in groups if any(path == one or path in one.parents for one in group.folders)]
+    paths, groups = {*located(run)}, list(groups)
+    found = [group for group in groups if any(paths & {one, *one.parents} for one in group.folders)]
     found = found or [group for group in groups if str(run) in (group.name, group.title, *group.settings.values())]
     if len(found) == 1:
         return found[0]
@@ -216,15 +214,40 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
         raise UserError(f"{path}: not a run's config ({what:.120}); restore the file, or leave its run out") from None
 
 
-def plain(text: str | None) -> str:
-    """Returns a setting as tables show it: a class without its modules, a number with a fraction with four digits."""
+def shown(texts: Iterable[str | None]) -> dict[str | None, str]:
+    """Returns values of a setting as tables show them: classes without their modules, numbers with four digits.
+
+    Where these are equal of different values, as many digits and modules are shown as tell them apart.
+
+    Args:
+        texts: The values as `flatten` returns them; None where a config has no such setting.
+    """
+    of = {text: float(text) if text and NUMBER.fullmatch(text) else text for text in texts}
+    kinds = {value: text for text, value in reversed(of.items())}
+    for digits in (*range(4, 17), 0):
+        found = {value: _plain(text, digits) for value, text in kinds.items()}
+        if len({*found.values()}) == len(found):
+            break
+    return {text: found[value] for text, value in of.items()}
+
+
+def _plain(text: str | None, digits: int) -> str:
+    """Returns a value as `shown`, with a number of digits; 0: as it is."""
     if text is None:
         return MISSING
     if text == "None":
         return "null"  # as a config has it
-    if OWN_CLASS.fullmatch(text):
+    if digits and OWN_CLASS.fullmatch(text):
         return text.rpartition(".")[2]
-    return f"{float(text):.4g}" if NUMBER.fullmatch(text) and not text.lstrip("-").isdecimal() else text
+    fraction = NUMBER.fullmatch(text) and not text.lstrip("-").isdecimal()
+    return f"{float(text):.{digits}g}" if digits and fraction else text
+
+
+def _ended(folder: Path) -> bool:
+    """Returns whether a run has ended, as it says itself, or by its rounds."""
+    asked = settings_of(folder).get("trainer.max_rounds", "0")
+    done = (folder / SUMMARY).is_file() or (folder / ROW).is_file() or not asked.isdecimal()
+    return done or rounds_done(read_run(folder)) >= int(asked)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -242,7 +265,10 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _below(root: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
-        if FILE in files:
+        if ROWS in files:
+            names.clear()
+            yield from (run for place in located(folder) for run in _below(place))
+        elif FILE in files:
             names.clear()
             path, head = Path(folder), _head(Path(folder))
             if path == root or "round" in head:  # what is named is refused if it is no run's
@@ -301,9 +327,14 @@ def difference(group: Group, reference: Group, name: str) -> Difference | None:
         reference: Runs of another config.
         name: The statistic, as in `Group.values`.
     """
+    found = apart(group, reference, name)
+    return interval([*found.values()]) if found else None
+
+
+def apart(group: Group, reference: Group, name: str) -> dict[object, float]:
+    """Returns a statistic of each run minus that of the reference's run with its seed, where both are finite."""
     ours, theirs = _by_seed(group, name), _by_seed(reference, name)
-    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    return interval(apart) if apart else None
+    return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
 
 
 def interval(apart: Sequence[float]) -> Difference:

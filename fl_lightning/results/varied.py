@@ -24,7 +24,7 @@ from fl_lightning.core import (
     require,
     wrapped,
 )
-from fl_lightning.results.compare import Group, Seeds, plain
+from fl_lightning.results.compare import Group, Seeds, shown
 from fl_lightning.results.configs import find_setting, settings_of, short_names, varying
 from fl_lightning.results.metrics import NUMBER, Mode, known, label, table_text
 from fl_lightning.results.table import LATEX, Column, Markup, cell, is_best, tabulars, tex
@@ -151,9 +151,10 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
     keys = [find_setting(apart, name, "pivot") for name in given]
     others = [key for key in apart if key not in keys]
     kinds = list(dict.fromkeys(tuple(config.get(key) for key in others) for config in configs))
+    one, other = (shown(config.get(key) for config in configs) for key in keys)
     parts = grouped(
         (
-            (plain(config.get(keys[0])), plain(config.get(keys[1]))),
+            (one[config.get(keys[0])], other[config.get(keys[1])]),
             (group, kinds.index(tuple(config.get(key) for key in others))),
         )
         for group, config in zip(groups, configs, strict=True)
@@ -298,7 +299,8 @@ def tried(groups: Sequence[Group]) -> Tried:
     finite = [group for group in groups if len(group.values("mean")) == len(group.runs)]
     configs = [settings_of(group.folders[0]) for group in finite]
     keys = [key for key in varying(configs) if all(key in config for config in configs)]
-    settings = {name: [plain(config[key]) for config in configs] for name, key in short_names(keys).items()}
+    texts = {key: shown(config[key] for config in configs) for key in keys}
+    settings = {name: [texts[key][config[key]] for config in configs] for name, key in short_names(keys).items()}
     run = groups[0].runs[0]
     return Tried(settings, [fmean(group.values("mean")) for group in finite], run.metric, run.mode)
 

@@ -49,7 +49,7 @@ LIGHT = [
     "compare ROW",
     "compare nothing",
     pytest.param("report ROW", marks=pytest.mark.slow),  # it draws all of its figures
-    "ledger page ROW",
+    "study page ROW",
     "fit --model FedSAN",
     "fit --config quickstat",
     "fit --config quickstart --trainer.max_round 3",

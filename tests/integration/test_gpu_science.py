@@ -12,6 +12,7 @@ import yaml
 
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.results.metrics import FILE, read_metrics, read_run
+from fl_lightning.results.rows import located
 
 ROOT = Path(__file__).parents[2]
 LEDGER = ROOT / "ledger/cifar10"
@@ -57,7 +58,7 @@ def test_settings_are_those_of_the_ledger(row: str, ledger: str) -> None:
     from legs.science import settings  # type: ignore[import-not-found]
 
     ours = flat(FederatedCLI("fit", *settings(row), *DATA, SPLIT).resolved())
-    theirs = flat(yaml.safe_load((LEDGER / ledger / "config.yaml").read_text()))
+    theirs = flat(yaml.safe_load((located(LEDGER / ledger / "seed_0")[0] / "config.yaml").read_text()))
     for each in (ours, theirs):
         for name in [*(f".trainer.{key}" for key in OWN), ".trainer.callbacks.fl_lightning.Checkpoints.every_n_rounds"]:
             each.pop(name, None)

@@ -68,7 +68,7 @@ def test_seeds_are_a_group_and_widths_are_not(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit, match=r"model.net = .*Net .* run the program"):
         cli("fit", f"--config={run.folder.config}")
     with pytest.raises(SystemExit, match="a program has made"):
-        cli("ledger", "add", str(run.folder.path), f"--into={tmp_path / 'ledger'}")
+        cli("study", "add", str(run.folder.path), f"--into={tmp_path / 'ledger'}")
     fit(tmp_path, FedAvg(Net(8)), seed=1, rounds=2, ckpt_path="last")
     assert "settings changed after round 1" in capsys.readouterr().out
 

@@ -14,7 +14,7 @@ import pytest
 
 from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE, save_figure
-from fl_lightning.results.compare import compare, find_runs, of_run
+from fl_lightning.results.compare import compare, find_runs, of_run, shown
 from fl_lightning.results.configs import telling
 from fl_lightning.results.curves import all_timed, curve, draw_curves, plot_curves, plot_tradeoff, read
 from fl_lightning.results.metrics import mode_of, write_table
@@ -329,6 +329,34 @@ def test_of_twins_below_a_folder_the_last_counts(runs: list[Path]) -> None:
     assert average.left_out == [runs[0]] and average.folders == [*runs[1:3], later]
     average, _ = compare([root, runs[0]])
     assert average.left_out == [later] and average.folders == [runs[0], *runs[1:3]]  # what is named counts
+
+
+def test_a_finished_run_counts_before_its_interrupted_twin(
+    runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever is the later one; a run without ``summary.json`` has ended with its last round."""
+    root = runs[0].parents[1]
+    broken = configured(root / "FedAvg" / "version_3", {1: 0.1})
+    lines = (broken / "metrics.csv").read_text().splitlines(keepends=True)
+    (broken / "metrics.csv").write_text("".join(lines[:2]))
+    average, _ = compare([root])
+    assert average.folders == runs[:3] and average.left_out == [broken] and not capsys.readouterr().err
+    (broken / "summary.json").write_text("{}")  # by EarlyStopping, for instance
+    average, _ = compare([root])
+    assert average.folders == [*runs[1:3], broken] and average.left_out == [runs[0]]
+    (broken / "summary.json").unlink()
+    shutil.rmtree(runs[0])
+    average, _ = compare([root])  # the only one of its seed
+    assert average.folders == [*runs[1:3], broken] and "has 1 of 6 rounds" in capsys.readouterr().err
+
+
+def test_values_show_as_many_digits_as_tell_them_apart(tmp_path: Path) -> None:
+    for i, rho in enumerate((0.1, 0.10001, 0.100001, 1e-5)):
+        configured(tmp_path / str(i), {6: 0.5 + i / 10}, lr=rho)
+    assert [label(group) for group in compare(tmp_path)] == [["0.1"], ["0.10001"], ["0.100001"], ["1e-05"]]
+    assert shown(["1.0", "1", "0.25"]) == {"1.0": "1", "1": "1", "0.25": "0.25"}  # equal values are one
+    assert shown(["a.Net", "b.Net", None]) == {"a.Net": "a.Net", "b.Net": "b.Net", None: "–"}
+    assert shown(["a.Net", "b.Mine", "0.33333333"]) == {"a.Net": "Net", "b.Mine": "Mine", "0.33333333": "0.3333"}
 
 
 def test_files_of_other_programs_are_left_out_by_name(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,13 @@ def test_numbers_by_hand(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     }
 
 
+def test_values_that_differ_in_the_fifth_digit_are_rows_of_their_own(tmp_path: Path) -> None:
+    runs = sweep(tmp_path, {(0.1, 0.10001, 8): [0.9], (0.1, 0.10004, 8): [0.1], (0.2, 0.2, 8): [0.5]})
+    found = pivot(compare([runs]), "rho,lr")
+    assert found.text() == [["0.10001", "0.9000", ""], ["0.10004", "0.1000", ""], ["0.2", "", "0.5000"]]
+    assert found.best.startswith("best mean: rho = 0.10001, lr = 0.1, 0.9000")
+
+
 def test_other_settings_are_averaged_and_paired(tmp_path: Path) -> None:
     values = {
         (lr, rho, batch): [0.5 + lr + rho + batch / 100]

@@ -158,7 +158,7 @@ def group(name: str) -> str:
 def test_private_runs_leave_no_more(tmp_path: Path) -> None:
     options = ("privacy=GaussianPrivacy", "privacy.delta=0.1", "privacy.noise_multiplier=1")
     folder = run("fit", "--model.weighting=uniform", *(f"--trainer.{option}" for option in options), root=tmp_path)
-    add = ("ledger", "add", str(folder), f"--into={tmp_path / 'rows'}")
+    add = ("study", "add", str(folder), f"--into={tmp_path / 'rows'}")
     report = ("report", str(folder), f"--out={tmp_path / 'page'}")
     for command in (
         add,
@@ -194,7 +194,7 @@ def of_others() -> Iterator[Row]:
     yield "`fl-lightning export`", "weights and buffers", "-"
     yield "messages to Flower's nodes", "what the server sends", f"to the node of a client: `seed`, {listed(about)}"
     yield "W&B, MLflow, trackio", "settings, the protected metrics", "-"
-    yield "`ledger add`, `report`, `export --client`", "-", "refused"
+    yield "`study add`, `report`, `export --client`", "-", "refused"
     yield "printed lines", "-", "progress, clients that were refused"
 
 

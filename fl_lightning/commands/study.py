@@ -1,0 +1,145 @@
+"""``fl-lightning study``: methods tuned alike; rows in a store, trained again; pages of rows and of claims."""
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from fl_lightning.commands.shared.output import short_path
+from fl_lightning.core import (
+    PositiveInt,
+    UserError,
+    checked,
+    ensure,
+    make_folder,
+    render,
+    write_atomically,
+)
+from fl_lightning.results import find_runs, say
+from fl_lightning.results.rows import Store, extract, located, store_of
+
+SUMMARY = "Keep finished runs as rows of a study; train rows again and compare their bits; write its pages."
+
+
+@checked
+def run(
+    action: Literal["run", "add", "check", "extract", "page", "claims"],
+    paths: list[str],
+    /,
+    *settings: str,
+    into: str | None = None,
+    count: PositiveInt = 1,
+    seed: int = 0,
+    tolerance: float = 0.02,
+    methods: str | None = None,
+    out: str | None = None,
+) -> None:
+    """Runs a study, adds runs to a store, trains rows again, unpacks them, or writes a page.
+
+    A store has two files for all of its rows. A row has config, metrics, measurements, and says whose bits they are.
+    compare and report read a store, or rows of it such as ledger/digits/alpha_0/FedAvg, as they read runs.
+
+    Args:
+        action: run, add, check, extract, page or claims.
+        paths: For run: files of studies. For add: run folders, or folders above them, or stores. For claims: a file of
+            claims. Else: stores, or rows of one.
+        *settings: For check: settings of this machine, such as --data.path FILE.
+        into: For add and run: the folder of the store; null: ledger/mine, or of a study the one of its name there.
+        count: For check: number of rows, drawn at random.
+        seed: For check: seed of this draw.
+        tolerance: For check: on another kind of processor, or with another torch, the final evaluation of a row may be
+            so far away.
+        methods: For run: some of the methods, with commas between; null: all.
+        out: For page and claims: the file, beside which its figure lies; null: the page is printed. For extract and
+            run: the folder; null: in runs.
+    """
+    if action == "run":
+        from fl_lightning.commands.shared import trials
+        from fl_lightning.studies.study import Study
+
+        for file in map(Path, paths):
+            folder = Path(out or "runs/studies").resolve() / file.stem
+            study = Study.read(file, folder, Path(into or f"ledger/{file.stem}"), trials.build, trials.check)
+            for row in study.run(methods.split(",") if methods else None):
+                say(f"added: {row}")
+    elif action == "add":
+        _add(paths, Path(into or "ledger/mine"))
+    elif action == "check":
+        rows = [(store, name) for store, names in _rows(paths).items() for name in names]
+        _check(random.Random(seed).sample(rows, min(count, len(rows))), settings, tolerance)
+    elif action == "extract":
+        for store, names in _rows(paths).items():
+            kept, folder = Store(store), Path(out or f"runs/{store.name}")
+            for line in kept.lines:
+                if line["row"] in names:
+                    extract(kept.files(line), folder / line["row"])
+                    say(f"extracted: {folder / line['row']}")
+    elif action == "page":
+        from fl_lightning.studies.page import page
+
+        text, figure = page(paths)
+        if out is not None:
+            picture = Path(out).with_suffix(".png")
+            text += f"\n\n![Curves of the runs, or a point for each run]({picture.name})"
+            write_atomically(make_folder(picture.parent) / picture.name, render(figure(), png={})[0])
+        _show(f"{text}\n", out)
+    else:
+        from fl_lightning.studies import claims
+
+        _show("\n".join(claims.page(Path(path)) for path in paths), out)
+
+
+def _show(page: str, out: str | None) -> None:
+    """Prints a page, or writes it."""
+    if out is None:
+        print(page, end="")
+    else:
+        write_atomically(make_folder(Path(out).parent) / Path(out).name, page)
+
+
+def _rows(paths: Sequence[str]) -> Mapping[Path, list[str]]:
+    """Returns the names of the rows that paths name, by store.
+
+    Raises:
+        UserError: If one names no row.
+    """
+    found: dict[Path, list[str]] = {}
+    for path in paths:
+        folder, name = store_of(path) or (Path(path), "")
+        names = [line["row"] for line in Store(folder).matching(name)] if name else []
+        ensure(bool(names), f"{path}: no row of a store there; add one by fl-lightning study add")
+        found.setdefault(folder, []).extend(names)
+    return found
+
+
+def _add(paths: Sequence[str], into: Path) -> None:
+    """Adds runs to a store; of several versions of a run each is a row."""
+    from fl_lightning.studies.store import add
+    from fl_lightning.trainer import RunFolder
+
+    store, added = Store(into), list[str]()
+    for place in (folder for given in paths for folder in located(given)):
+        found = find_runs([place])
+        for run in found:
+            inside = run.relative_to(place).parts
+            parts = [part for part in inside if not part.startswith("version_")] or [RunFolder(run).name]
+            several = run.name != parts[-1] and sum(other.parent == run.parent for other in found) > 1
+            added.append("/".join([*parts, *[run.name] * several]))
+            add(run, store, added[-1])
+    store.write()
+    for name in added:
+        say(f"added: {into / name}")
+
+
+def _check(rows: Sequence[tuple[Path, str]], settings: Sequence[str], tolerance: float) -> None:
+    """Trains rows again, and prints how far they are apart."""
+    from fl_lightning.commands.shared.trials import build
+    from fl_lightning.studies.check import check
+
+    wrong = 0
+    for row, again in check(rows, settings, tolerance, build):
+        good = again.met(tolerance)
+        wrong += not good
+        say(f"{short_path(row)}: {again.text()}{'' if good else ': WRONG'}")
+    if wrong:
+        raise UserError(f"{wrong} of {len(rows)} rows are not met; see the lines above")

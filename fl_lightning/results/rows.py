@@ -1,0 +1,240 @@
+"""The rows of a stored study: two files hold them all, and each row becomes a folder again that reads as a run's.
+
+``rows.jsonl`` has a line a row: its name, method, column and seed; ``about``, whose run it is and what checks found;
+its config, in the first line whole, in the others as the settings that differ from it. ``metrics.csv.xz`` is one table
+of all metrics, a line a round. Its head and each row are streams of xz of their own, so that a row is read or added
+alone; other programs read them as one table.
+"""
+
+import atexit
+import csv
+import io
+import json
+import lzma
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from functools import cache, cached_property, reduce
+from itertools import accumulate
+from operator import getitem
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+
+import yaml
+
+from fl_lightning.core import UserError, json_text, make_folder, parse_json, write_atomically
+from fl_lightning.results.metrics import FILE, table_text
+from fl_lightning.results.yaml_text import load_yaml
+
+CONFIG, ROW, ABOUT = "config.yaml", "row.json", "about.yaml"
+"""Of a row: its config, and whose run it is. Of a store: title, text, and the reference's name."""
+ROWS, METRICS = "rows.jsonl", "metrics.csv.xz"
+KEYS = ["row", "method", "column", "seed"]
+"""First columns of the table of all metrics."""
+REPEATED = re.compile(r"(/(seed_-?|version_)\d+)+$")
+"""End of the name of a row, which is that of one run of a method."""
+Line = dict[str, Any]
+"""A line of ``rows.jsonl``."""
+
+
+def _is_inside(name: Any) -> bool:
+    """Returns whether a path leads to below the folder that it starts from; a store may be a stranger's."""
+    return isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+LINE: Line = {
+    "row": _is_inside,
+    **dict.fromkeys(("method", "column"), str),
+    **dict.fromkeys(("seed", "bytes"), int),
+    **dict.fromkeys(("about", "config"), dict[str, Any]),
+    "columns?": list[str],
+    "files?": lambda files: isinstance(files, dict) and all(map(_is_inside, files)),
+    "thinned?": bool,
+}
+"""Its form, see `fits`."""
+
+
+class Store:
+    """The rows of a study.
+
+    Args:
+        folder: Its folder; one without rows is an empty store.
+
+    Attributes:
+        folder: Its folder.
+        lines: The lines of ``rows.jsonl``.
+
+    Raises:
+        UserError: If ``rows.jsonl`` is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / ROWS
+        texts = path.read_bytes().splitlines() if path.is_file() else []
+        self.lines: list[Line] = [parse_json(text, path, LINE) for text in texts]
+
+    def matching(self, name: str) -> list[Line]:
+        """Returns the lines of a row, of the rows below a name, or of a shell's pattern of both; of all for ``.``."""
+        pattern = "*" if name == "." else f"{name}/*"
+        return [line for line in self.lines if fnmatchcase(f"{line['row']}/", pattern)]
+
+    def files(self, line: Line) -> dict[str, str]:
+        """Returns the texts of a row's files, by name.
+
+        Raises:
+            UserError: If its metrics are damaged.
+        """
+        heading, *streams = self._streams
+        with self._reading():
+            head, *rows = [*_cells(heading), *_cells(streams[self.lines.index(line)])]
+        filled = [name for name, *cells in zip(head, *rows, strict=True) if name not in KEYS and any(cells)]
+        columns = [head.index(name) for name in line.get("columns", filled)]
+        lines = [[row[at] for at in columns] for row in (head, *rows)]
+        config, about = config_text(self.config(line)), json_text(line["about"], indent=1)
+        return {CONFIG: config, FILE: table_text(lines[0], lines[1:]), ROW: about, **line.get("files", {})}
+
+    def config(self, line: Line) -> Any:
+        """Returns the config of a row."""
+        found = deepcopy(self.lines[0]["config"])
+        for path, value in line["config"].items():
+            *above, last = path.split(".")
+            reduce(getitem, above, found)[last] = value
+        return found[""]
+
+    def put(self, name: str, files: Mapping[str, str]) -> None:
+        """Adds a row, or puts it in the place of the one with its name; `write` writes it.
+
+        Args:
+            name: Its name: column, method, and ``seed_<n>``, with slashes between.
+            files: The texts of its files, by name: config, metrics and ``row.json``, and others, if it has more.
+        """
+        names = [line["row"] for line in self.lines]
+        at = names.index(name) if name in names else len(names)
+        config, about = load_yaml(files[CONFIG]), json.loads(files[ROW])
+        *column, method = REPEATED.sub("", name).split("/")
+        head, *rows = csv.reader(io.StringIO(files[FILE], newline=""))
+        heading, *streams = self._streams or [b""]
+        before = _cells(heading)[0] if heading else KEYS
+        columns = [*dict.fromkeys([*before, *head])]
+        if commas := "," * (len(columns) - len(before)):
+            streams = [_packed(_text(stream).replace("\r\n", f"{commas}\r\n")) for stream in streams]
+        line = {"row": name, "method": method, "column": "/".join(column), "seed": about["seed"]}
+        named = [dict(zip([*KEYS, *head], [*line.values(), *row], strict=True)) for row in rows]
+        first, *others = [[row.get(name, "") for name in columns] for row in named]
+        streams[at : at + 1] = [_packed(table_text(first, others))]
+        filled = [name for name in columns if name not in KEYS and any(row.get(name) for row in named)]
+        line |= {"about": about} | ({} if filled == head else {"columns": head})
+        line |= {"thinned": True} if len(rows) < about.get("rounds", 0) else {}
+        configs = [*map(self.config, self.lines[1:])] if at == 0 else []
+        line["config"] = changes(self.config(self.lines[0]) if at else None, config)
+        self.lines[at : at + 1] = [json.loads(json_text(line))]
+        for other, own in zip(self.lines[1:], configs, strict=False):
+            other["config"] = changes(config, own)
+        for each, stream in zip(self.lines, streams, strict=True):
+            each["bytes"] = len(stream)
+        self._streams = [_packed(table_text(columns, [])), *streams]
+        made = self.files(self.lines[at])
+        if other_texts := {name: text for name, text in files.items() if made.get(name) != text}:
+            self.lines[at]["files"] = other_texts
+
+    def write(self) -> None:
+        """Writes both files.
+
+        Raises:
+            UserError: If one cannot be written.
+        """
+        write_atomically(make_folder(self.folder, "into") / METRICS, b"".join(self._streams))
+        write_atomically(self.folder / ROWS, "".join(map(json_text, self.lines)))
+
+    @cached_property
+    def _streams(self) -> list[bytes]:
+        """The head of the table, and the lines of each row, compressed; nothing of an empty store."""
+        if not self.lines:
+            return []
+        with self._reading():
+            data, head = (self.folder / METRICS).read_bytes(), lzma.LZMADecompressor()
+            head.decompress(data)
+        ends = [*accumulate((line["bytes"] for line in self.lines), initial=len(data) - len(head.unused_data))]
+        return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+            raise UserError(f"{self.folder / METRICS}: not readable ({error}); restore it") from None
+
+
+def extract(files: Mapping[str, str], folder: Path) -> None:
+    """Writes the texts of a row's files into a folder.
+
+    Raises:
+        UserError: If the folder cannot be made.
+    """
+    for name, text in files.items():
+        (make_folder((folder / name).parent) / Path(name).name).write_text(text, encoding="utf-8", newline="")
+
+
+def config_text(config: Any) -> str:
+    """Returns a config as the text of ``config.yaml``."""
+    return str(yaml.dump(config, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False))
+
+
+def changes(base: Any, own: Any, at: str = "") -> dict[str, Any]:
+    """Returns the values of a config that differ from a base, by keys with dots between; see `Store.config`."""
+    alike = isinstance(base, dict) and isinstance(own, dict) and [*base] == [*own]
+    if alike and all(isinstance(key, str) and "." not in key for key in own):
+        return {path: value for key in own for path, value in changes(base[key], own[key], f"{at}.{key}").items()}
+    return {} if json.dumps(base, default=str) == json.dumps(own, default=str) else {at: own}
+
+
+def store_of(path: str | Path) -> tuple[Path, str] | None:
+    """Returns the folder of a store, and the name of rows in it, if a path names that: ``ledger/digits/alpha_0``."""
+    whole = Path(path).resolve()
+    above = [whole] if whole.is_dir() else whole.parents
+    return next(((each, whole.relative_to(each).as_posix()) for each in above if (each / ROWS).is_file()), None)
+
+
+def located(path: str | Path) -> list[Path]:
+    """Returns the folders that a path names: its own, or those into which the rows of a store are unpacked.
+
+    They are left until the process ends.
+
+    Raises:
+        UserError: If the store is damaged.
+    """
+    whole, found = Path(path).resolve(), store_of(path)
+    if found is None:
+        return [whole]
+    folder, name = found
+    root, store = _place(folder, (folder / ROWS).stat().st_mtime_ns), Store(folder)
+    for line in store.matching(name):
+        if not (root / line["row"]).is_dir():
+            extract(store.files(line), root / line["row"])
+    return ([root / name] if (root / name).is_dir() else sorted(root.glob(name))) or [whole]
+
+
+@cache
+def _place(store: Path, written: int) -> Path:
+    """Returns a temporary folder of the store's name, with its ``about.yaml``; another one when it was written anew."""
+    folder = Path(mkdtemp(prefix="fl_lightning_"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    extract({path.name: path.read_text(encoding="utf-8") for path in store.glob(ABOUT)}, folder / store.name)
+    return folder / store.name
+
+
+def _packed(text: str) -> bytes:
+    return lzma.compress(text.encode(), preset=6)
+
+
+def _text(stream: bytes) -> str:
+    return lzma.decompress(stream).decode()
+
+
+def _cells(stream: bytes) -> list[list[str]]:
+    return [*csv.reader(io.StringIO(_text(stream), newline=""))]
