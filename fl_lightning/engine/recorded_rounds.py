@@ -15,7 +15,7 @@ from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulato
 from fl_lightning.data.minibatches import whole_blocks
 from fl_lightning.engine.base import COLUMNS
 from fl_lightning.engine.batched import BatchedEngine
-from fl_lightning.engine.graphed import GraphedEngine
+from fl_lightning.engine.graphed import GraphedEngine, known_of
 from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
 from fl_lightning.engine.record import (
     Numbers,
@@ -29,7 +29,7 @@ from fl_lightning.engine.record import (
     stage,
 )
 from fl_lightning.engine.rounds import Drawn, Rounds, Table, Trained
-from fl_lightning.engine.simplify import simplified
+from fl_lightning.engine.simplify import Known, called_directly, simplified
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class RoundRecord:
         inputs: Names of the inputs.
         example: Inputs of the steps.
         bits: Bits that the round puts on the wire.
+        known: What is known of its minibatches.
         replays: What replays a round with so many local steps: the tensors of ``inputs`` to the last stage's outputs.
     """
 
@@ -48,11 +49,12 @@ class RoundRecord:
     inputs: Sequence[str]
     example: Tensors
     bits: int
+    known: Known
     replays: dict[int, Replay] = field(default_factory=dict)
 
-    def holds(self, t: int) -> bool:
-        """Returns whether the record serves for round ``t``."""
-        return all(each.numbers.hold(t) for each in self.stages.values())
+    def serves(self, t: int, known: Known) -> bool:
+        """Returns whether the record serves for round ``t``, of whose minibatches this is known."""
+        return self.known == known and all(each.numbers.hold(t) for each in self.stages.values())
 
 
 class RecordedRounds(Rounds):
@@ -161,7 +163,8 @@ class RecordedRounds(Rounds):
         found, before, self._programs = list[RoundRecord](), len(known), self._programs + 1
         try:
             for ctx, named in zip(contexts, arrays, strict=True):
-                record = next((each for each in known if each.holds(ctx.t)), None)
+                facts = known_of(named)
+                record = next((each for each in known if each.serves(ctx.t, facts)), None)
                 if record is None:
                     if len(known) == before + self.MOST:
                         return self._refuse()
@@ -198,7 +201,7 @@ class RecordedRounds(Rounds):
             "receive": stages["receive"],
         }
         inputs = [*(name for name in named if name != "places"), *(f"t.{name}" for name in stages)]
-        return RoundRecord(stages, inputs, example, self._bits)
+        return RoundRecord(stages, inputs, example, self._bits, known_of(named))
 
     def _around(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
         """Records what comes before and after the local steps of a round; returns it, and inputs of the steps.
@@ -234,7 +237,8 @@ class RecordedRounds(Rounds):
             return record.replays[steps]
         if not self.engine.compile and steps <= self.engine.UNROLLED:
             order = [("t.send", send), *[("t.step", record.stages["step"])] * steps, ("t.receive", receive)]
-            replay: Replay = simplified(composed(order, record.inputs, receive.outputs)).forward
+            whole = composed(order, record.inputs, receive.outputs)
+            replay: Replay = called_directly(simplified(whole, known=record.known)).forward
         else:
             replay = self._chained(record, named, ctx)
         record.replays[steps] = replay

@@ -23,7 +23,6 @@ from fl_lightning.core import (
     Uploads,
     Watched,
     accumulator_dtype,
-    is_finite,
     to_device,
 )
 from fl_lightning.data.minibatches import Minibatches, whole_blocks
@@ -61,7 +60,7 @@ class Trained:
 
     Attributes:
         server: The server's state.
-        numbers: Whether all is finite, and the training loss of each client, ``(1 + clients,)``.
+        numbers: 0, or NaN if something is not finite; and the training loss of each client, ``(1 + clients,)``.
         bits: Bits that went over the wire.
         training_s: Seconds of local training; of a recorded round, seconds of the whole round.
     """
@@ -213,10 +212,11 @@ class Rounds:
         after = objective.finish_phase(server, sent, average(upload), _of_server(ctx))
         after = objective.finish_round(after, server, _of_server(ctx))
         watched.warn_of_server(numbers=False)
-        finite = torch.stack([is_finite(v).all() for v in (*upload.values(), *state.values())]).all() & after.finite()
+        # infinity times 0 is NaN, which no sum loses
+        zeros = [(v * 0).sum() for v in (*upload.values(), *state.values(), *after.values())]
         steps: Any = ctx.K  # (clients, 1)
         loss = carry.loss[:n] / steps.clamp(min=1)[:n, 0]
-        numbers = torch.cat([finite[None].to(accumulator_dtype(loss.device)), loss.to(accumulator_dtype(loss.device))])
+        numbers = torch.cat([torch.stack(zeros).sum()[None].to(loss), loss]).to(accumulator_dtype(loss.device))
         kept = [objective.finish_client(State(row), after) for row in by_client(state, n)]
         rows = {name: torch.stack([row[name] for row in kept]) for name in state}
         return after, rows, numbers, self.bits(sent, upload, n)

@@ -138,7 +138,7 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
         # the only time that the rounds wait for local training
         read = torch.cat([result.numbers for result in results]).cpu()
         columns = torch.split(read, [len(of.numbers) for of in results])
-        finite = [*takewhile(lambda numbers: bool(numbers[0]), columns)]
+        finite = [*takewhile(lambda numbers: float(numbers[0]) == 0, columns)]
         if len(finite) == len(results):
             return [replace(of, numbers=numbers) for of, numbers in zip(results, finite, strict=True)], table.rows(ids)
         drawn = drawn[: len(finite)]  # once more, for the rows before the first round that is not finite
