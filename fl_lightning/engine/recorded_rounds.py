@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulator_dtype, ensure, k_lr_sums, to_device
-from fl_lightning.data.minibatches import whole_blocks
+from fl_lightning.data.minibatches import MinibatchTable
+from fl_lightning.data.samples import SampleStore
 from fl_lightning.engine.base import COLUMNS
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.graphed import GraphedEngine, known_of
@@ -76,12 +77,14 @@ class RecordedRounds(Rounds):
         self._records: dict[Any, list[RoundRecord]] = {}
         self._programs, self._refused, self._bits = 0, False, 0
 
-    def train(self, rounds: Sequence[Drawn], server: State, table: Table) -> Iterator[Trained]:
+    def train(
+        self, rounds: Sequence[Drawn], minibatches: MinibatchTable, server: State, table: Table
+    ) -> Iterator[Trained]:
         contexts = [drawn.contexts[0] for drawn in rounds]
-        arrays = self._arrays(rounds, table, server.w) if self._fit(rounds) else []
+        arrays = self._arrays(rounds, minibatches, table, server.w) if self._fit(rounds) else []
         records = self._recorded(contexts, arrays, server, table) if arrays else []
         if not records:
-            yield from super().train(rounds, server, table)
+            yield from super().train(rounds, minibatches, server, table)
             return
         numbers = to_device(
             [
@@ -119,9 +122,11 @@ class RecordedRounds(Rounds):
             and all(len(drawn.clients) == width for drawn in rounds)
         )
 
-    def _arrays(self, rounds: Sequence[Drawn], table: Table, w: Tensor) -> list[dict[str, Tensor]]:
+    def _arrays(
+        self, rounds: Sequence[Drawn], minibatches: MinibatchTable, table: Table, w: Tensor
+    ) -> list[dict[str, Tensor]]:
         """Returns what each of the rounds draws, as tensors by name."""
-        blocks = whole_blocks([drawn.minibatches for drawn in rounds], len(rounds[0].clients))
+        blocks = minibatches.blocks([len(drawn.clients) for drawn in rounds], len(rounds[0].clients))
         columns = [[[getattr(ctx, name) for ctx in drawn.contexts] for name in COLUMNS] for drawn in rounds]
         samples = [float(sum(ctx.n_k for ctx in drawn.contexts)) for drawn in rounds]
         places = torch.stack([table.places(drawn.clients) for drawn in rounds])
@@ -133,7 +138,7 @@ class RecordedRounds(Rounds):
                 "k_lr": k_lr,
                 **{f"ctx.{name}": column for name, column in zip(COLUMNS, its.unbind(), strict=True)},
                 **block.tensors(),
-                **self._class_counts(drawn, w),
+                **self._class_counts(drawn, minibatches.source, w),
             }
             for where, n, k_lr, its, block, drawn in zip(
                 places.unbind(),
@@ -146,9 +151,9 @@ class RecordedRounds(Rounds):
             )
         ]
 
-    def _class_counts(self, drawn: Drawn, like: Tensor) -> dict[str, Tensor]:
+    def _class_counts(self, drawn: Drawn, source: SampleStore, like: Tensor) -> dict[str, Tensor]:
         """Returns the clients' numbers of samples of each class by name, if the objective uses them."""
-        counts = self.context(drawn, like).class_counts if self.objective.uses_class_counts else None
+        counts = self.context(drawn, source, like).class_counts if self.objective.uses_class_counts else None
         return {} if counts is None else {"ctx.class_counts": counts}
 
     def _recorded(

@@ -34,9 +34,9 @@ SUBSETS: set[Any] = {*VIEWS, *RESHAPES, aten.select.int, aten.unbind.int, getite
 LINEAR: set[Any] = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor}
 """Operations whose values do not depend on the strides of their arguments."""
 FUNCTIONS = {
-    "abs", "add", "addcmul", "bmm", "cat", "clamp", "cos", "div", "exp", "gather", "log", "mm",
-    "mul", "neg", "reciprocal", "relu", "rsqrt", "scatter", "select", "sigmoid", "sqrt", "squeeze", "stack", "sub",
-    "sum", "tanh", "transpose", "unbind", "unsqueeze", "where",
+    "_log_softmax", "_log_softmax_backward_data", "_softmax", "abs", "add", "addcmul", "bmm", "cat", "clamp", "cos",
+    "div", "exp", "gather", "log", "mm", "mul", "neg", "reciprocal", "relu", "rsqrt", "scatter", "select", "sigmoid",
+    "split_with_sizes", "sqrt", "squeeze", "stack", "sub", "sum", "tanh", "transpose", "unbind", "unsqueeze", "where",
 }  # fmt: skip
 """Operations that are functions of torch with the same arguments."""
 METHODS = {"expand", "view"}
@@ -84,7 +84,7 @@ def called_directly(graph: GraphModule) -> GraphModule:
     for node in graph.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
             name = node.target._schema.name.removeprefix("aten::")
-            if name in FUNCTIONS:
+            if name in FUNCTIONS and hasattr(torch, name):
                 node.target = getattr(torch, name)
             elif name in METHODS:
                 node.op, node.target = "call_method", name

@@ -126,15 +126,13 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     assert isinstance(engine, BatchedEngine)
     if run.rounds is None or run.rounds.engine is not engine:
         run.rounds = rounds_of(engine, store.w0, run.seed)
-    drawn = [
-        Drawn(c.clients, c.contexts, [run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)])
-        for c in cohorts
-    ]
-    ids = list(dict.fromkeys(k for cohort in cohorts for k in cohort.clients))
+    drawn = [Drawn(cohort.clients, cohort.contexts) for cohort in cohorts]
     while drawn:
+        clients, contexts = ([each for of in drawn for each in getattr(of, name)] for name in ("clients", "contexts"))
+        ids, minibatches = list(dict.fromkeys(clients)), run.minibatch_table(clients, contexts)
         table = Table({k: store.row(k) for k in ids}, store.inits, store.w0)
         with engine.checked():
-            results = [*run.rounds.train(drawn, server, table)]
+            results = [*run.rounds.train(drawn, minibatches, server, table)]
         # the only time that the rounds wait for local training
         read = torch.cat([result.numbers for result in results]).cpu()
         columns = torch.split(read, [len(of.numbers) for of in results])
@@ -142,5 +140,4 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
         if len(finite) == len(results):
             return [replace(of, numbers=numbers) for of, numbers in zip(results, finite, strict=True)], table.rows(ids)
         drawn = drawn[: len(finite)]  # once more, for the rows before the first round that is not finite
-        ids = list(dict.fromkeys(k for of in drawn for k in of.clients))
     return [], {}

@@ -26,8 +26,9 @@ from fl_lightning.core import (
     digest,
     ensure,
     generator,
+    generators,
 )
-from fl_lightning.data import FederatedDataModule, Minibatches
+from fl_lightning.data import FederatedDataModule, Minibatches, MinibatchTable
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
 from fl_lightning.engine.rounds import Rounds
 from fl_lightning.results.configs import group_id, only_python
@@ -352,6 +353,12 @@ class Run:
         draw = generator(self.seed, "batches", ctx.stream, phase, client)
         batches, first = data.client_batches(client, of.local_epochs, count, draw, self.dtype), 0 if alone else ahead
         return batches.take(range(first, first + ctx.K)) if ahead else batches
+
+    def minibatch_table(self, clients: Sequence[int], contexts: Sequence[ClientContext]) -> MinibatchTable:
+        """Returns the minibatches of many clients who train nothing by themselves, drawn at once."""
+        keys = [(ctx.stream, ctx.phase, k) for k, ctx in zip(clients, contexts, strict=True)]
+        samples, counts = [self.data.clients[k] for k in clients], [ctx.K for ctx in contexts]
+        return self.data.minibatch_table(samples, counts, generators(self.seed, "batches", keys), self.dtype)
 
     def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
         """Returns an engine for this run's objective; without ``compile`` not even one compiles that should."""
