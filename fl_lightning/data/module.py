@@ -255,12 +255,12 @@ class FederatedDataModule(SampleStore, ABC):
         return self._minibatches(self.clients[client], self.batches_per_client(client, epochs, steps), generator, dtype)
 
     def _minibatches(self, indices: Tensor, count: int, generator: torch.Generator, dtype: torch.dtype) -> Minibatches:
-        table = self.minibatch_table([indices], [count], [generator], dtype)
+        table = self.minibatch_table([indices.numpy()], [count], [generator], dtype)
         return Minibatches(self, table.indices, table.sizes[0].tolist(), table.draws, dtype)
 
     def minibatch_table(
         self,
-        clients: Sequence[Tensor],
+        clients: Sequence[NDArray[np.int64]],
         counts: Sequence[int],
         generators: Iterable[torch.Generator],
         dtype: torch.dtype,
@@ -274,16 +274,19 @@ class FederatedDataModule(SampleStore, ABC):
             dtype: Floating dtype of the samples.
         """
         sizes, orders = np.zeros((len(clients), max(counts, default=0)), np.int64), list[NDArray[np.int64]]()
-        draws = list[dict[str, Tensor]]()
-        for row, indices, count, draw in zip(sizes, clients, counts, generators, strict=True):
-            n, own = len(indices), indices.numpy()
-            used, asked = sum(self._sizes(n)), self.batch_sizes(n, count)
-            row[:count] = asked
-            for left in range(sum(asked), 0, -used):
-                order = own if self.batch_size is None else own[torch.randperm(n, generator=draw).numpy()]
-                orders.append(order[: min(used, left)])
+        draws, plans = list[dict[str, Tensor]](), dict[tuple[int, int], tuple[list[int], list[int]]]()
+        for row, own, count, draw in zip(sizes, clients, counts, generators, strict=True):
+            n = len(own)
+            if (n, count) not in plans:
+                used, asked = sum(self._sizes(n)), self.batch_sizes(n, count)
+                plans[n, count] = asked, [min(used, left) for left in range(sum(asked), 0, -used)]
+            row[:count], passes = plans[n, count]
+            if self.batch_size is None:
+                orders += [own] * len(passes)
+            else:
+                orders += [own[torch.randperm(n, generator=draw).numpy()[:taken]] for taken in passes]
             if self.augment is not None:
-                draws.append(self.augment.draw(asked, draw))
+                draws.append(self.augment.draw(plans[n, count][0], draw))
         drawn = {name: torch.cat([each[name] for each in draws]) for name in (draws or [{}])[0]}
         order = np.concatenate(orders) if orders else np.zeros(0, np.int64)
         return MinibatchTable(self, torch.from_numpy(order), sizes, drawn, dtype)

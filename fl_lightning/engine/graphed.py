@@ -29,7 +29,7 @@ from fl_lightning.engine.record import (
     plain_settings,
     stage,
 )
-from fl_lightning.engine.simplify import Known, simplified
+from fl_lightning.engine.simplify import Known, called_directly, simplified
 
 REFUSED = (
     "trainer.engine = graphed: a hook draws random numbers in a local step, which the record would repeat; draw them "
@@ -131,7 +131,7 @@ class GraphedEngine(BatchedEngine):
         if self.compile:
             replay = self.compiled_steps(step, named, len(named["block.y"]))
         else:
-            replay = step.graph.forward
+            replay = called_directly(step.graph).forward
         replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
         return Record(step, replay, ctx.t)
 

@@ -262,7 +262,7 @@ class RecordedRounds(Rounds):
             rows = tuple(torch.unflatten(v, 0, (-1, unroll)) for v in values[-len(blocks) :])
             return step.replay(values[:carried], values[carried : -len(blocks)], rows)
 
-        around = [simplified(record.stages[name].graph).forward for name in ("send", "receive")]
+        around = [called_directly(simplified(record.stages[name].graph)).forward for name in ("send", "receive")]
         functions: list[Replay] = [around[0], steps, around[1]]
 
         def chained(*values: Tensor) -> Values:

@@ -31,15 +31,16 @@ def rounds(run: Run, alone: bool) -> Steps:
     with session(run):
         while not run.finished:
             with transaction(run):
-                if alone and program.train(run):
-                    continue
-                cohort = Cohort.draw(run, run.rounds_done)
-                round_ = Round(run, cohort, partial(run.call, "on_local_end"))
-                run.call("on_round_start", run.round_context(cohort.t), cohort.clients)
-                for phase in round_.phases():
-                    phase.aggregate((yield phase.jobs()))
-                round_.apply()
-                close(run, round_.metrics(), round_.losses.tolist())
+                trained = program.train(run) if alone else None
+                if trained is None:
+                    cohort = Cohort.draw(run, run.rounds_done)
+                    round_ = Round(run, cohort, partial(run.call, "on_local_end"))
+                    run.call("on_round_start", run.round_context(cohort.t), cohort.clients)
+                    for phase in round_.phases():
+                        phase.aggregate((yield phase.jobs()))
+                    round_.apply()
+                    trained = round_.metrics(), round_.losses.tolist()
+                close(run, *trained)
 
 
 def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) -> None:

@@ -68,10 +68,13 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         """Returns whether the callback needs round ``t``, from 0: its local models, or the run at its end.
 
         By default it needs every round if it overrides a hook that a round calls, otherwise none. Rounds that nobody
-        needs may run as one program, which calls no hook but `on_round_logged`, once, at its end. The last round of a
-        run is never among them.
+        needs may run as one program, which ends with one that somebody needs. In the last round of a program
+        `on_round_start` and `on_local_end` are called only if a callback that overrides one of them needs it.
         """
-        hooks = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
+        return self.overrides("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
+
+    def overrides(self, *hooks: str) -> bool:
+        """Returns whether the callback overrides one of some hooks."""
         return any(hook in vars(self) or getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
 
     def check(self, run: Run) -> None:
@@ -357,7 +360,7 @@ class Run:
     def minibatch_table(self, clients: Sequence[int], contexts: Sequence[ClientContext]) -> MinibatchTable:
         """Returns the minibatches of many clients who train nothing by themselves, drawn at once."""
         keys = [(ctx.stream, ctx.phase, k) for k, ctx in zip(clients, contexts, strict=True)]
-        samples, counts = [self.data.clients[k] for k in clients], [ctx.K for ctx in contexts]
+        samples, counts = self.data.clients.arrays(clients), [ctx.K for ctx in contexts]
         return self.data.minibatch_table(samples, counts, generators(self.seed, "batches", keys), self.dtype)
 
     def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
@@ -394,6 +397,10 @@ class Run:
     def needs_round(self, t: int) -> bool:
         """Returns whether round ``t``, from 0, is evaluated, is the last one, or a callback needs it."""
         return self.evaluates(t + 1) or t + 1 >= self.max_rounds or any(c.needs_round(t) for c in self.callbacks)
+
+    def needs_local_models(self, t: int) -> bool:
+        """Returns whether a callback is called before and in local training of round ``t``, from 0."""
+        return any(c.needs_round(t) and c.overrides("on_round_start", "on_local_end") for c in self.callbacks)
 
     @cached_property
     def directions(self) -> dict[str, Mode]:
