@@ -25,7 +25,7 @@ MEMORY = 1 << 28
 def length(run: Run) -> int:
     """Returns how many rounds may run as one program, from the next one on.
 
-    A program needs rounds of one phase, and clients that train in one block on one process, never fail, and are
+    The first round of a process is none. A program needs rounds of one phase, and clients that train in one block on one process, never fail, and are
     averaged by their mean. It ends with a round that is evaluated, or at whose end a callback needs the run, before one
     of which a callback needs the local models, and takes no more than half of the time that is left, at the pace of the
     last round.
@@ -40,6 +40,7 @@ def length(run: Run) -> int:
         and not objective.trains_alone
         and not objective.sums_over_kept
         and not run.varied
+        and run.hooks_are_checked
         and run.data.batch_size is not None
         and run.settings.asynchronous is None
         and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
@@ -79,7 +80,7 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
     for i, (cohort, done) in enumerate(zip(cohorts, trained, strict=False)):
         run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
         steps, losses = sum(cohort.attendance.steps.values()), done.numbers[1:]
-        passes = steps * sum(run.objective.passes)
+        passes = steps * sum(run.objective.step_passes)
         metrics = {
             "client/train/loss": float(losses.mean()),
             "client/refused": 0,
@@ -89,7 +90,7 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
         }
         if i == last:
             break
-        run.log(metrics)
+        run.note(metrics)
         run.write_metrics()
         if run.should_stop and i + 1 < last:  # by a logger: the next round is the last one
             last = i + 1

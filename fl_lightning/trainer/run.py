@@ -43,6 +43,12 @@ from fl_lightning.trainer.storage import ClientStore, RunFolder
 from fl_lightning.trainer.timing import Timing
 
 
+COUNTERS = {
+    "client/diverged", "client/passes", "client/steps", "clock/time_s", "comm/total_bits", "comm/transmissions",
+}  # fmt: skip
+"""Metrics that a round adds to."""
+
+
 class Callback(Checked, key="trainer.callbacks: {}"):
     """Base class of callbacks: override the hooks that you need.
 
@@ -149,6 +155,7 @@ class Run:
         mean_samples: Mean number of samples of a client.
         engine: Runs local training.
         rounds: Trains programs of rounds with the engine; None before the first.
+        hooks_are_checked: Whether a round of this process has shown that hooks change nothing in place.
         engine_name: Name of the engine; "auto" until one is chosen.
         upload_shapes: Shapes of what a client uploads, by phase and name.
         state: The state after the rounds so far.
@@ -210,6 +217,7 @@ class Run:
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")
         self.rounds: Rounds | None = None
+        self.hooks_are_checked = False
         fewer = settings.faults.stragglers is not None or (settings.clock is not None and settings.clock.shortens)
         steps = None if fewer else settings.local_steps
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
@@ -369,7 +377,17 @@ class Run:
         return ENGINES[name](self.objective, self.net, self.fabric.autocast, block, compile)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
+        """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``.
+
+        Raises:
+            UserError: If one is no number by name, or has the name of a counter of the trainer.
+        """
+        counters = COUNTERS & {*metrics}
+        ensure(not counters, f"run.log: {', '.join(counters)} is counted by the trainer; give your metric another name")
+        self.note(metrics)
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics of the trainer's own to this round's."""
         try:
             metrics = {"" + name: float(value) for name, value in metrics.items()}  # names are text
         except (AttributeError, TypeError, ValueError):
@@ -419,6 +437,11 @@ class Run:
         """Returns loss and metric of the global model on batches ``(x, y)``, such as those of ``data.eval_batches``."""
         values = self.evaluator.measure(batches, self.global_model, self.server.get("buffers"))
         return {name.removeprefix("/"): value for name, value in values.items()}
+
+    def hand_over_model(self) -> None:
+        """Puts the global model into the objective's net; every process must call."""
+        self.net.move_to(self.global_model.clone())
+        self.load_statistics(self.global_model)
 
     def load_statistics(self, w: Tensor) -> None:
         """Loads the buffers that weights ``w``, ``(d,)``, are evaluated with into the net; every process must call."""
