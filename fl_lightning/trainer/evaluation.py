@@ -97,7 +97,7 @@ class Evaluator:
         statistics: Tensor | None,
         parts: Mapping[str, Tensor] | None = None,
     ) -> dict[str, float]:
-        """Returns the mean loss, the data's metric and those of ``model.metrics`` on batches; the net keeps its buffers.
+        """Returns mean loss, the data's metric and those of ``model.metrics`` on batches; the net keeps its buffers.
 
         Args:
             batches: This process's samples; with ``model.buffers`` = local all of them on every process.

@@ -25,10 +25,10 @@ MEMORY = 1 << 28
 def length(run: Run) -> int:
     """Returns how many rounds may run as one program, from the next one on.
 
-    The first round of a process is none. A program needs rounds of one phase, and clients that train in one block on one process, never fail, and are
-    averaged by their mean. It ends with a round that is evaluated, or at whose end a callback needs the run, before one
-    of which a callback needs the local models, and takes no more than half of the time that is left, at the pace of the
-    last round.
+    The first round of a process is none. A program needs rounds of one phase, and clients that train in one block on
+    one process, never fail, and are averaged by their mean. It ends with a round that is evaluated, or at whose end a
+    callback needs the run, before one of which a callback needs the local models, and takes no more than half of the
+    time that is left, at the pace of the last round.
     """
     objective, engine = run.objective, run.engine
     possible = (

@@ -42,7 +42,6 @@ from fl_lightning.trainer.state import RunState, by_key
 from fl_lightning.trainer.storage import ClientStore, RunFolder
 from fl_lightning.trainer.timing import Timing
 
-
 COUNTERS = {
     "client/diverged", "client/passes", "client/steps", "clock/time_s", "comm/total_bits", "comm/transmissions",
 }  # fmt: skip
