@@ -102,7 +102,7 @@ class LocalObjective(Composed, SupervisedModule):
         self.server_update = ServerUpdate() if server_update is None else server_update
         self.averaging = averaging
         self.weighting: Weighting = weighting or self.default_weighting
-        self.relaxed_init = relaxed_init
+        self.relaxed_init, self.starts_relaxed = relaxed_init, relaxed_init != 0
         if init_weights is not None:
             weights.initialize(net, init_weights)
         complex = [n for n, x in (*net.named_parameters(), *net.named_buffers()) if x.is_complex()]
@@ -136,6 +136,8 @@ class LocalObjective(Composed, SupervisedModule):
             not self.optimizer.keeps_state or not self.trains_alone,
             "model.optimizer.state = keep: model.parts trains each client before the round, too; set it to reset",
         )
+        own = [type(part).__name__ for part in self.parts if type(part).end_alone is not Part.end_alone]
+        ensure(len(own) < 2, f"model.parts: {' and '.join(own)} both train clients by themselves; take one")
 
     def constructed(self, arguments: BoundArguments) -> None:
         """Checks that each name has one owner, once subclasses have declared their own."""

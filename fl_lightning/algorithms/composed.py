@@ -1,7 +1,7 @@
 """The parts of an objective as one: what they keep, send and change, and the models that they give to clients."""
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -19,24 +19,31 @@ from fl_lightning.algorithms.parts import (
     pair_of,
     through,
 )
-from fl_lightning.core import ClientContext, Init, RoundContext, State, ensure
+from fl_lightning.core import ClientContext, FlatSpec, Init, RoundContext, State, ensure
 
 
 class Composed(Hooks):
     """An algorithm with its parts; see `LocalObjective`."""
 
     config_key: ClassVar[str]
+    flat: FlatSpec
     loss: nn.Module
     optimizer: LocalOptimizer
     averaging: Averaging | None
     net_buffers: Buffers | None
     relaxed_init: float
+    starts_relaxed: bool
     parts: Sequence[Part]
 
     @property
     def all_parts(self) -> list[Part]:
         """The parts of this objective, in the order in which their hooks run."""
-        relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if self.relaxed_init else None
+        ensure(
+            self.starts_relaxed or not self.relaxed_init,
+            f"model.relaxed_init = {self.relaxed_init}: was 0 when the model was made, so clients keep no last model; "
+            "give it then, or a small one",
+        )
+        relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if self.starts_relaxed else None
         named = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
         return [*(part for part in named if part is not None), *self.parts]
 
@@ -56,6 +63,23 @@ class Composed(Hooks):
             for name, v in found
             if isinstance(v, bool | int | float | str) and not name.endswith(".training") and "._" not in name
         }
+
+    def local_settings(self) -> dict[str, Any]:
+        """Returns the plain settings of local training, by dotted name as in a config."""
+        named = {"": self, "ascent": self.ascent, "optimizer": self.optimizer}
+        named |= {f"parts.{i}": part for i, part in enumerate(self.parts)}
+        return {
+            f"{path}.{name}".lstrip("."): v
+            for path, owner in named.items()
+            if owner is not None
+            for name, v in vars(owner).items()
+            if isinstance(v, bool | int | float | str) and name != "training" and not name.startswith("_")
+        }
+
+    def local_numbers(self) -> dict[str, float]:
+        """Returns those that clients trained at once may have each its own: numbers of no further part."""
+        named = self.local_settings().items()
+        return {n: float(v) for n, v in named if type(v) in (int, float) and not n.startswith("parts.")}
 
     def change_setting(self, name: str, value: Any) -> None:
         """Changes one of the `named_settings`."""
@@ -122,7 +146,8 @@ class Composed(Hooks):
     def models(self) -> frozenset[str]:
         """Names of client state, server state and uploads that are models; other vectors are duals and the like."""
         inits = {**self.server_inits(), **self.scratch_inits(), **self.client_inits()}
-        known = {"w", "start", *(name for name, init in inits.items() if init in ("w0", "w"))}
+        probe = torch.arange(1.0, self.flat.d + 1)
+        known = {"w", "start", *(name for name, init in inits.items() if _is_model(init, probe))}
         return frozenset(known | {name for name, of in self.all_references.items() if of in known})
 
     @property
@@ -160,13 +185,11 @@ class Composed(Hooks):
 
     def moving(self, w: Tensor, ctx: RoundContext) -> Tensor | None:
         """Returns a mask of the weights that local steps change; see `Part.moving`."""
-        masks = [part.moving(w, ctx.phase == self.phases) for part in self.parts]
-        return next((mask for mask in masks if mask is not None), None)
+        return _all_of(part.moving(w, ctx.phase == self.phases) for part in self.parts)
 
     def local_gradient(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
         """See `Hooks`; the gradient that an ascent takes is that of the weights that the parts let it move."""
-        found = (part.perturbed(w) for part in self.parts)
-        mask = next((mask for mask in found if mask is not None), None)
+        mask = _all_of(part.perturbed(w) for part in self.parts)
         if mask is None or self.ascent is None:
             return super().local_gradient(w, grad, client, received, ctx)
 
@@ -198,7 +221,8 @@ class Composed(Hooks):
     @property
     def shared(self) -> list[str] | None:
         """Names of the parameters of which there is one value for all clients; None: all."""
-        return next((part.shared for part in self.parts if part.shared is not None), None)
+        each = [part.shared for part in self.parts if part.shared is not None]
+        return [name for name in each[0] if all(name in names for names in each)] if each else None
 
     def check_global_model(self, what: str) -> None:
         """Raises a `UserError` if there is no global model for ``what``."""
@@ -216,3 +240,19 @@ class Composed(Hooks):
             client: The client's state between rounds.
         """
         return through((part.client_model for part in self.all_parts), w, client)
+
+
+def _all_of(masks: Iterable[Tensor | None]) -> Tensor | None:
+    """Returns where all masks are true; None: there is no mask."""
+    found = [mask for mask in masks if mask is not None]
+    return reduce(torch.logical_and, found) if found else None
+
+
+def _is_model(init: Init, probe: Tensor) -> bool:
+    """Returns whether an initial value is the model, as a word or as a function of the initial model."""
+    if not callable(init):
+        return init in ("w0", "w")
+    try:
+        return torch.equal(init(probe), probe)
+    except RuntimeError:  # it wants another device, or a model
+        return False

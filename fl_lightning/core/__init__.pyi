@@ -97,6 +97,7 @@ from .options import WeightDecay as WeightDecay
 from .options import checked as checked
 from .options import fits as fits
 from .rng import generator as generator
+from .rng import generators as generators
 from .rng import global_generator as global_generator
 from .rng import numpy_generator as numpy_generator
 from .rng import seeded as seeded

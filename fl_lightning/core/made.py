@@ -111,10 +111,11 @@ def config_of(trainer: object, model: object, data: object) -> dict[str, Any]:
     return dict(hidden(found))
 
 
-def as_setting(value: Any) -> Any:
+def as_setting(value: Any, weights: bool = True) -> Any:
     """Returns an argument as a config has it: plain values, and objects by ``class_path`` and ``init_args``.
 
-    What YAML cannot say is described by a short text, which is the same for equal things in every process.
+    What YAML cannot say is described by a short text, which is the same for equal things in every process; see
+    `described`. Of an argument ``net`` the weights do not count.
     """
     match value:
         case Enum():
@@ -150,20 +151,22 @@ def as_setting(value: Any) -> Any:
     elif hasattr(kind, "config_key") or is_dataclass(value):
         made = Made.of(value)
         if made.form is not None and made.form != _form(value):
-            return described(value)  # its layers have been changed since
+            return described(value, weights)  # its layers have been changed since
         given = made.now(value) | _overriding(value)
     else:
-        return described(value)
-    found = {name: as_setting(each) for name, each in given.items()}
+        return described(value, weights)
+    found = {name: as_setting(each, weights and name != "net") for name, each in given.items()}
     return {"class_path": _path(kind), **({"init_args": found} if found else {})}
 
 
-def described(value: Any) -> str:
+def described(value: Any, weights: bool = True) -> str:
     """Returns a description of an object: its class, its size, and an identifier of its content.
 
-    Of a net the shapes of the weights count, and not the weights.
+    Args:
+        value: The object.
+        weights: Whether values of modules count, as those of a loss; of a net that is trained only shapes do.
     """
-    parts = [f"id {hashlib.sha256(repr(_content(value)).encode()).hexdigest()[:6]}"]
+    parts = [f"id {hashlib.sha256(repr(_content(value, weights)).encode()).hexdigest()[:6]}"]
     if isinstance(value, nn.Module):
         parts.insert(0, f"{sum(p.numel() for p in value.parameters()):,} weights")
     elif isinstance(value, Tensor | np.ndarray):
@@ -174,11 +177,11 @@ def described(value: Any) -> str:
     return f"{OF_NO_FILE.sub('', path)} ({', '.join(parts)})"
 
 
-def _content(value: Any, depth: int = 0) -> Any:
+def _content(value: Any, weights: bool, depth: int = 0) -> Any:
     """Returns what tells an object apart from others of its class, as nested lists of text and numbers."""
     if value is None or isinstance(value, bool | Integral | Real | str):
         return value if value is None or isinstance(value, str) else float(value)
-    path, within = _path(type(value)), partial(_content, depth=depth + 1)
+    path, within = _path(type(value)), partial(_content, weights=weights, depth=depth + 1)
     if depth == DEPTH:
         return path
     if isinstance(value, Tensor | np.ndarray) and value.dtype != object:
@@ -203,11 +206,12 @@ def _content(value: Any, depth: int = 0) -> Any:
     if isinstance(value, partial):
         return [path, within([value.func, value.args, value.keywords])]
     if isinstance(value, nn.Module):
-        layers = [[name, within(_public(each))] for name, each in value.named_modules()]
-        return [repr(_form(value)), layers]
+        layers = [[name, within(_public(each, weights))] for name, each in value.named_modules()]
+        values = [[name, within(v)] for name, v in value.state_dict().items()] if weights else []
+        return [repr(_form(value)), layers, *values]
     if isinstance(value, os.PathLike | Enum):
         return str(value)
-    return [path, within(_public(value))]
+    return [path, within(_public(value, weights))]
 
 
 def _form(net: nn.Module) -> list[Any]:
@@ -216,12 +220,13 @@ def _form(net: nn.Module) -> list[Any]:
     return [[(name, _path(type(layer))) for name, layer in net.named_modules()], weights]
 
 
-def _public(value: object) -> dict[str, Any]:
+def _public(value: object, weights: bool) -> dict[str, Any]:
     """Returns the attributes of an object that describe it; of a layer those that torch does not change."""
     names = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
     if not isinstance(value, nn.Module):
         return names
-    return {n: list(v.shape) if isinstance(v, Tensor) else v for n, v in names.items() if n != "training"}
+    shapes = {n: list(v.shape) for n, v in names.items() if isinstance(v, Tensor) and not weights}
+    return {n: shapes.get(n, v) for n, v in names.items() if n != "training"}
 
 
 def _overriding(owner: object) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Randomness by name: every draw comes from a generator keyed by (seed, purpose, keys), never from global state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +8,12 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fl_lightning.core.errors import ensure
+
+MANY = 32
+"""Minimum number of generators that are seeded at once."""
 
 
 def _sequence(seed: int, purpose: str, keys: tuple[int, ...]) -> np.random.SeedSequence:
@@ -34,6 +38,48 @@ def generator(seed: int, purpose: str, *keys: int, device: torch.device | str = 
     """
     state = int(_sequence(seed, purpose, keys).generate_state(1, np.uint64)[0])
     return torch.Generator(device).manual_seed(state)
+
+
+def generators(seed: int, purpose: str, keys: Sequence[tuple[int, ...]]) -> Iterator[torch.Generator]:
+    """Yields what :func:`generator` returns for some keys of one length, one after another: take no two at once."""
+    if len(keys) < MANY or not 0 <= seed < 2**32 or max(map(max, keys)) >= 2**32:
+        yield from (generator(seed, purpose, *key) for key in keys)
+        return
+    words, one = np.array([(seed, crc32(purpose.encode()), *key) for key in keys], np.uint32), torch.Generator()
+    for state in _states(words.T).tolist():
+        yield one.manual_seed(state)
+
+
+def _states(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Returns the first 64 bits of the state of numpy's ``SeedSequence`` for each column of ``words``, ``(words, n)``.
+
+    It is the algorithm of numpy, which never changes it (NEP 19), for all columns at once: that of a single one takes
+    5 microseconds, a third of what a client's minibatches take.
+    """
+    constant = 0x43B0D7E5
+
+    def hashed(values: NDArray[np.uint32], multiplier: int = 0x931E8875) -> NDArray[np.uint32]:
+        nonlocal constant
+        values = values ^ np.uint32(constant)
+        constant = constant * multiplier & 0xFFFFFFFF
+        values = values * np.uint32(constant)
+        return values ^ (values >> np.uint32(16))
+
+    def mixed(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        values = np.uint32(0xCA01F9DD) * one - np.uint32(0x4973F715) * other
+        return values ^ (values >> np.uint32(16))
+
+    zeros = np.zeros((4, words.shape[1]), np.uint32)
+    pool = [hashed(word) for word in np.concatenate([words, zeros])[:4]]
+    for source in range(4):
+        for target in range(4):
+            if source != target:
+                pool[target] = mixed(pool[target], hashed(pool[source]))
+    for word in words[4:]:
+        pool = [mixed(each, hashed(word)) for each in pool]
+    constant = 0x8B51F9DD
+    low, high = (hashed(each, 0x58F38DED).astype(np.uint64) for each in pool[:2])
+    return low | high << np.uint64(32)
 
 
 def numpy_generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:

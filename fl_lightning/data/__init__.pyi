@@ -18,6 +18,7 @@ from .leaf import FEMNIST as FEMNIST
 from .leaf import LEAF as LEAF
 from .leaf import Shakespeare as Shakespeare
 from .minibatches import Minibatches as Minibatches
+from .minibatches import MinibatchTable as MinibatchTable
 from .module import FederatedDataModule as FederatedDataModule
 from .partition import IID as IID
 from .partition import PAM as PAM

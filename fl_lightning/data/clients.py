@@ -32,7 +32,15 @@ class ClientIndices(Sequence[Tensor]):
         return len(self._ends)
 
     def __getitem__(self, client: int) -> Tensor:  # type: ignore[override]  # no slices
-        return self.indices[(self._ends[client - 1] if client else 0) : self._ends[client]]
+        return self.indices[self._of(client)]
+
+    def _of(self, client: int) -> slice:
+        return slice(self._ends[client - 1] if client else 0, self._ends[client])
+
+    def arrays(self, clients: Sequence[int]) -> list[NDArray[np.int64]]:
+        """Returns the indices of several clients."""
+        indices = self.indices.numpy()
+        return [indices[self._of(client)] for client in clients]
 
     @classmethod
     def of(cls, clients: NDArray[np.int64], num_clients: int) -> Self:

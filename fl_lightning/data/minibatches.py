@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -58,6 +59,42 @@ class Minibatches:
         rows, sizes = torch.cat([parts[step] for step in steps]), [self.sizes[step] for step in steps]
         draws = {name: v[rows] for name, v in self.draws.items()}
         return Minibatches(self.source, self.indices[rows], sizes, draws, self.dtype)
+
+
+@dataclass(frozen=True)
+class MinibatchTable:
+    """Minibatches of several clients, one client after another.
+
+    Attributes:
+        source: The data module that holds the samples.
+        indices: Samples in the order of use, ``(n,)``, on the CPU.
+        sizes: Samples of each step of each client, ``(clients, steps)``; 0: it takes no such step.
+        draws: Random draws of the augmentation, ``(n, ...)`` by name, on the CPU.
+        dtype: Floating dtype of the samples.
+    """
+
+    source: SampleStore
+    indices: Tensor
+    sizes: NDArray[np.int64]
+    draws: dict[str, Tensor]
+    dtype: torch.dtype
+
+    def blocks(self, clients: Sequence[int], width: int) -> "list[Block]":
+        """Stacks the clients of consecutive rounds, gathered at once; returns a block for each round.
+
+        Args:
+            clients: Numbers of clients of the rounds.
+            width: As for `blocks`.
+        """
+        rounds, batch = len(clients), self.source.batch_size or 1
+        sizes = np.zeros((rounds, width, self.sizes.shape[1]), np.int64)
+        sizes[np.arange(width) < np.array(clients)[:, None]] = self.sizes
+        places = _Places.of(sizes, self.indices, self.draws, batch)
+        (indices, draws), weights = places.moved(self.source, self.dtype)
+        whole = _stacked(self.source.samples(indices, draws, self.dtype), width, batch, *weights).tensors()
+        steps = np.count_nonzero(sizes.any(1), axis=1).tolist()
+        parts = {name: torch.split(v, steps) for name, v in whole.items()}
+        return [Block.of({name: its[i] for name, its in parts.items()}) for i in range(rounds)]
 
 
 def chunks(sizes: Iterable[int], sample_bytes: int) -> Iterator[list[int]]:
@@ -111,10 +148,15 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
         width: Clients of a block; places beyond the given clients are padding and never active.
         batch: Samples of a minibatch, padding included.
     """
-    first, places = clients[0], _Places.of(clients, width, batch)
+    first = clients[0]
+    sizes = np.zeros((1, width, max(map(len, clients))), np.int64)
+    for row, client in zip(sizes[0], clients, strict=False):  # further rows are padding
+        row[: len(client)] = client.sizes
+    drawn = {name: torch.cat([c.draws[name] for c in clients]) for name in first.draws}
+    places = _Places.of(sizes, torch.cat([c.indices for c in clients]), drawn, batch)
     steps, step = len(places.active), width * batch
     # all are moved to the device at once, not chunk by chunk
-    (indices, draws), (weight, active) = places.moved(first)
+    (indices, draws), (weight, active) = places.moved(first.source, first.dtype)
     at = 0
     with first.source.reading_ahead(client.indices for client in clients):
         for chunk in chunks([batch] * steps, first.source.sample_bytes(first.dtype) * width):
@@ -123,21 +165,6 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
             samples = first.source.samples(indices[rows], {name: v[rows] for name, v in draws.items()}, first.dtype)
             yield _stacked(samples, width, batch, weight[at:end], active[at:end])
             at = end
-
-
-def whole_blocks(rounds: Sequence[Sequence[Minibatches]], width: int) -> list[Block]:
-    """Stacks the minibatches of several rounds, gathered at once; returns a block for each round.
-
-    Args:
-        rounds: For each round the minibatches of its clients, of one source that has a batch size.
-        width: As for `blocks`.
-    """
-    first, batch = rounds[0][0], rounds[0][0].source.batch_size or 1
-    each = [_Places.of(clients, width, batch) for clients in rounds]
-    (indices, draws), weights = _Places.joined(each).moved(first)
-    whole = _stacked(first.source.samples(indices, draws, first.dtype), width, batch, *weights).tensors()
-    parts = {name: torch.split(v, [len(places.active) for places in each]) for name, v in whole.items()}
-    return [Block.of({name: its[i] for name, its in parts.items()}) for i in range(len(each))]
 
 
 def _stacked(samples: Batch, width: int, batch: int, weight: Tensor, active: Tensor) -> Block:
@@ -163,32 +190,30 @@ class _Places:
     active: Tensor
 
     @classmethod
-    def of(cls, clients: Sequence[Minibatches], width: int, batch: int) -> "_Places":
-        """Returns the places of one block; arguments as for `blocks`."""
-        sizes = np.zeros((width, max(map(len, clients))), np.int64)
-        for row, client in zip(sizes, clients, strict=False):  # further rows are padding
-            row[: len(client)] = client.sizes
+    def of(cls, sizes: NDArray[np.int64], indices: Tensor, draws: Mapping[str, Tensor], batch: int) -> "_Places":
+        """Returns the places of the blocks of some rounds, one after another.
+
+        Args:
+            sizes: Samples of each step, ``(rounds, width, steps)``; 0: a client takes no such step.
+            indices: Samples of all clients, one client after another, ``(n,)``.
+            draws: Their random draws, ``(n, ...)`` by name.
+            batch: Samples of a minibatch, padding included.
+        """
         # position of every place in all clients' samples, joined; padding repeats a minibatch's last sample
-        starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape).T[..., None]
-        sizes = np.ascontiguousarray(sizes.T)[..., None]  # (steps, clients, 1)
-        place, taken = np.arange(batch), sizes > 0
-        flat = torch.from_numpy(np.where(taken, starts + np.minimum(place, sizes - 1), 0)).reshape(-1)
-        draws = {name: torch.cat([c.draws[name] for c in clients])[flat] for name in clients[0].draws}
+        starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
+        taken = sizes.any(1)  # (rounds, steps)
+        starts, sizes = (np.ascontiguousarray(v.transpose(0, 2, 1)[taken])[..., None] for v in (starts, sizes))
+        place, active = np.arange(batch), sizes > 0  # (steps, clients, 1)
+        flat = torch.from_numpy(np.where(active, starts + np.minimum(place, sizes - 1), 0)).reshape(-1)
         weight = torch.from_numpy((place < sizes) / np.maximum(sizes, 1))
-        return cls(torch.cat([c.indices for c in clients])[flat], draws, weight, torch.from_numpy(taken))
+        return cls(indices[flat], {name: v[flat] for name, v in draws.items()}, weight, torch.from_numpy(active))
 
-    @classmethod
-    def joined(cls, each: "Sequence[_Places]") -> "_Places":
-        """Returns the places of blocks one after another."""
-        draws = {name: torch.cat([places.draws[name] for places in each]) for name in each[0].draws}
-        samples, weight, active = (torch.cat([getattr(p, n) for p in each]) for n in ("samples", "weight", "active"))
-        return cls(samples, draws, weight, active)
-
-    def moved(self, of: Minibatches) -> tuple[tuple[Tensor, dict[str, Tensor]], tuple[Tensor, Tensor]]:
-        """Returns samples and draws, and weights and activity, where the source of some minibatches uses them."""
-        device = of.source.device
-        weights = to_device(self.weight, device, of.dtype), to_device(self.active, device)
-        return of.source.to_samples(self.samples, self.draws), weights
+    def moved(
+        self, source: SampleStore, dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, dict[str, Tensor]], tuple[Tensor, Tensor]]:
+        """Returns samples and draws, and weights and activity, where a source uses them."""
+        weights = to_device(self.weight, source.device, dtype), to_device(self.active, source.device)
+        return source.to_samples(self.samples, self.draws), weights
 
 
 # DataLoaders of whole batches, for a plain ``lightning.Trainer``

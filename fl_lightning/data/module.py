@@ -1,9 +1,8 @@
 """The base class of all data sets: what a data set provides, and how its samples are divided among clients."""
 
 import hashlib
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -28,7 +27,7 @@ from fl_lightning.core import (
 )
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.clients import ClientIndices, divide
-from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches
+from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches, MinibatchTable
 from fl_lightning.data.partition import IID, Natural, Partition, stratified
 from fl_lightning.data.samples import Batch, SampleStore, like
 from fl_lightning.data.streaming import Published, Stream, stored_bytes
@@ -256,15 +255,41 @@ class FederatedDataModule(SampleStore, ABC):
         return self._minibatches(self.clients[client], self.batches_per_client(client, epochs, steps), generator, dtype)
 
     def _minibatches(self, indices: Tensor, count: int, generator: torch.Generator, dtype: torch.dtype) -> Minibatches:
-        n, once = len(indices), self._sizes(len(indices))
-        used, epochs, sizes = sum(once), math.ceil(count / len(once)), self.batch_sizes(n, count)
-        if self.batch_size is None:
-            order = indices.repeat(epochs)
-        else:
-            passes = [torch.randperm(n, generator=generator)[:used] for _ in range(epochs)]
-            order = indices.index_select(0, torch.cat(passes))
-        draws = {} if self.augment is None else self.augment.draw(sizes, generator)
-        return Minibatches(self, order[: sum(sizes)], sizes, draws, dtype)
+        table = self.minibatch_table([indices.numpy()], [count], [generator], dtype)
+        return Minibatches(self, table.indices, table.sizes[0].tolist(), table.draws, dtype)
+
+    def minibatch_table(
+        self,
+        clients: Sequence[NDArray[np.int64]],
+        counts: Sequence[int],
+        generators: Iterable[torch.Generator],
+        dtype: torch.dtype,
+    ) -> MinibatchTable:
+        """Returns what `client_batches` returns for several clients, as one table.
+
+        Args:
+            clients: The samples of each client, as indices into the training data.
+            counts: Number of batches of each.
+            generators: CPU generator of each; it is used up before the next is asked for.
+            dtype: Floating dtype of the samples.
+        """
+        sizes, orders = np.zeros((len(clients), max(counts, default=0)), np.int64), list[NDArray[np.int64]]()
+        draws, plans = list[dict[str, Tensor]](), dict[tuple[int, int], tuple[list[int], list[int]]]()
+        for row, own, count, draw in zip(sizes, clients, counts, generators, strict=True):
+            n = len(own)
+            if (n, count) not in plans:
+                used, asked = sum(self._sizes(n)), self.batch_sizes(n, count)
+                plans[n, count] = asked, [min(used, left) for left in range(sum(asked), 0, -used)]
+            row[:count], passes = plans[n, count]
+            if self.batch_size is None:
+                orders += [own] * len(passes)
+            else:
+                orders += [own[torch.randperm(n, generator=draw).numpy()[:taken]] for taken in passes]
+            if self.augment is not None:
+                draws.append(self.augment.draw(plans[n, count][0], draw))
+        drawn = {name: torch.cat([each[name] for each in draws]) for name in (draws or [{}])[0]}
+        order = np.concatenate(orders) if orders else np.zeros(0, np.int64)
+        return MinibatchTable(self, torch.from_numpy(order), sizes, drawn, dtype)
 
     # Evaluation
 

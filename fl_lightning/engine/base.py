@@ -147,12 +147,14 @@ class Engine:
         UserError: If the engine cannot run this objective.
 
     Attributes:
+        counted_passes: Forward and backward passes of the last step whose hooks were called.
         name: Its name in ``trainer.engine``.
         trains_several: Whether it trains several clients at once.
     """
 
     name: ClassVar[str]
     trains_several: ClassVar[bool] = False
+    counted_passes: tuple[int, int] = 0, 0
 
     def __init__(
         self,
@@ -213,8 +215,11 @@ class Engine:
             UserError: If the step evaluates no gradient of the local objective, or returns a vector of another shape.
         """
         objective, ctx, losses = self.objective, fixed.ctx, list[Tensor]()
+        forward, backward = len(fixed.teachers), 0
 
         def grad(v: Tensor, other: Losses | None = None) -> Tensor:
+            nonlocal forward, backward
+            forward, backward = forward + 1, backward + 1
             g, loss = evaluate(v, other)
             if other is None:
                 losses.append(loss.detach())
@@ -253,6 +258,7 @@ class Engine:
                 f"model.optimizer = {name}: weights of shape {tuple(carry.w.shape)} have shape {tuple(w.shape)} after "
                 "a step; the direction and the step must keep it"
             )
+        self.counted_passes = forward, backward
         if moving is not None:  # nor do decay and momentum move the others
             w = torch.where(moving, w, carry.w)
         return Carry(w, kept(client, carry.state), losses[0])

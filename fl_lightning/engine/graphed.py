@@ -1,5 +1,6 @@
 """The batched engine with its local step recorded once and replayed."""
 
+import math
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,7 +29,7 @@ from fl_lightning.engine.record import (
     plain_settings,
     stage,
 )
-from fl_lightning.engine.simplify import simplified
+from fl_lightning.engine.simplify import Known, called_directly, simplified
 
 REFUSED = (
     "trainer.engine = graphed: a hook draws random numbers in a local step, which the record would repeat; draw them "
@@ -81,8 +82,9 @@ class GraphedEngine(BatchedEngine):
             UserError: If a hook reads what has changed since.
         """
         blocks = {name: v[: self.unrolled(len(v))] for name, v in named.items() if name.startswith("block.")}
-        first = {**named, **blocks}
-        record = self.records.find(first, ctx, self.plain(settings), self._record)
+        first, known = {**named, **blocks}, known_of(named)
+        key, make = (*self.plain(settings), *known.items()), partial(self._record, known)
+        record = self.records.find(first, ctx, key, make)
         if check:
             self._compare(record, first, ctx)
         return record
@@ -122,19 +124,19 @@ class GraphedEngine(BatchedEngine):
             "on the objective itself, or use batched or sequential",
         )
 
-    def _record(self, named: Tensors, ctx: ClientContext) -> Record:
+    def _record(self, known: Known, named: Tensors, ctx: ClientContext) -> Record:
         """Records one step; compiled it is as many steps as ``named`` has minibatches."""
         step = self.step_stage(named, ctx)
+        simplified(step.graph, not self.compile and named["w"].device.type == "cpu", known)
         if self.compile:
             replay = self.compiled_steps(step, named, len(named["block.y"]))
         else:
-            replay = simplified(step.graph, constants=named["w"].device.type == "cpu").forward
+            replay = called_directly(step.graph).forward
         replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
         return Record(step, replay, ctx.t)
 
     def compiled_steps(self, step: Stage, named: Tensors, steps: int) -> Replay:
         """Returns the machine code of some steps, given their inputs, with the minibatches of all."""
-        simplified(step.graph, constants=False)  # the compiler sees more in the operations that make them
         tensors = [named[name] for name in step.inputs]
         program, held = Program.of(composed([("t", step)] * steps, step.inputs, step.outputs), tensors)
         return partial(compiled(program), *held)
@@ -157,3 +159,16 @@ class GraphedEngine(BatchedEngine):
     def without_draws(self, ctx: ClientContext) -> ClientContext:
         """Returns a context in which hooks cannot draw, since a record would repeat it."""
         return replace(ctx, draws=Draws([], self.net.device, True, REFUSED))
+
+
+def known_of(named: Tensors) -> Known:
+    """Returns what is known of the minibatches ``block.*``: whether all clients take part, and labels are masked.
+
+    Of a GPU nothing is known, which would have to be waited for.
+    """
+    active, y = named["block.active"], named["block.y"]
+    if active.device.type != "cpu":
+        return {}
+    known = {"block.active": (1.0, 1.0)} if bool(active.all()) else {}
+    whole = not y.is_floating_point() and y.numel() and bool(y.min() >= 0)
+    return {**known, "block.y": (0.0, math.inf)} if whole else known

@@ -234,6 +234,8 @@ def stage(function: Callable[[Tensors, ClientContext], Tensors], named: Tensors,
         return [*found.values()]
 
     numbers, graph = trace(values, named, ctx)
+    for name, node in zip(named, graph.graph.find_nodes(op="placeholder"), strict=True):
+        node.meta["name"] = name
     return Stage(numbers, graph, described(graph), [*named], outputs)
 
 
@@ -248,6 +250,8 @@ def composed(stages: Sequence[tuple[str, Stage]], inputs: Sequence[str], outputs
     """
     program, root, used = Graph(), nn.Module(), dict[int, int]()
     values = {name: program.placeholder(re.sub(r"\W", "_", name)) for name in inputs}
+    for name, value in values.items():
+        value.meta["name"] = name
     for t, each in stages:
         nodes, row = each.graph.graph.nodes, used.get(id(each), 0)
         used[id(each)] = row + 1

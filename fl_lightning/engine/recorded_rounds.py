@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulator_dtype, ensure, k_lr_sums, to_device
-from fl_lightning.data.minibatches import whole_blocks
+from fl_lightning.data.minibatches import MinibatchTable
+from fl_lightning.data.samples import SampleStore
 from fl_lightning.engine.base import COLUMNS
 from fl_lightning.engine.batched import BatchedEngine
-from fl_lightning.engine.graphed import GraphedEngine
+from fl_lightning.engine.graphed import GraphedEngine, known_of
 from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
 from fl_lightning.engine.record import (
     Numbers,
@@ -29,7 +30,7 @@ from fl_lightning.engine.record import (
     stage,
 )
 from fl_lightning.engine.rounds import Drawn, Rounds, Table, Trained
-from fl_lightning.engine.simplify import simplified
+from fl_lightning.engine.simplify import Known, called_directly, simplified
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class RoundRecord:
         inputs: Names of the inputs.
         example: Inputs of the steps.
         bits: Bits that the round puts on the wire.
+        known: What is known of its minibatches.
         replays: What replays a round with so many local steps: the tensors of ``inputs`` to the last stage's outputs.
     """
 
@@ -48,11 +50,12 @@ class RoundRecord:
     inputs: Sequence[str]
     example: Tensors
     bits: int
+    known: Known
     replays: dict[int, Replay] = field(default_factory=dict)
 
-    def holds(self, t: int) -> bool:
-        """Returns whether the record serves for round ``t``."""
-        return all(each.numbers.hold(t) for each in self.stages.values())
+    def serves(self, t: int, known: Known) -> bool:
+        """Returns whether the record serves for round ``t``, of whose minibatches this is known."""
+        return self.known == known and all(each.numbers.hold(t) for each in self.stages.values())
 
 
 class RecordedRounds(Rounds):
@@ -74,12 +77,14 @@ class RecordedRounds(Rounds):
         self._records: dict[Any, list[RoundRecord]] = {}
         self._programs, self._refused, self._bits = 0, False, 0
 
-    def train(self, rounds: Sequence[Drawn], server: State, table: Table) -> Iterator[Trained]:
+    def train(
+        self, rounds: Sequence[Drawn], minibatches: MinibatchTable, server: State, table: Table
+    ) -> Iterator[Trained]:
         contexts = [drawn.contexts[0] for drawn in rounds]
-        arrays = self._arrays(rounds, table, server.w) if self._fit(rounds) else []
+        arrays = self._arrays(rounds, minibatches, table, server.w) if self._fit(rounds) else []
         records = self._recorded(contexts, arrays, server, table) if arrays else []
         if not records:
-            yield from super().train(rounds, server, table)
+            yield from super().train(rounds, minibatches, server, table)
             return
         numbers = to_device(
             [
@@ -117,9 +122,11 @@ class RecordedRounds(Rounds):
             and all(len(drawn.clients) == width for drawn in rounds)
         )
 
-    def _arrays(self, rounds: Sequence[Drawn], table: Table, w: Tensor) -> list[dict[str, Tensor]]:
+    def _arrays(
+        self, rounds: Sequence[Drawn], minibatches: MinibatchTable, table: Table, w: Tensor
+    ) -> list[dict[str, Tensor]]:
         """Returns what each of the rounds draws, as tensors by name."""
-        blocks = whole_blocks([drawn.minibatches for drawn in rounds], len(rounds[0].clients))
+        blocks = minibatches.blocks([len(drawn.clients) for drawn in rounds], len(rounds[0].clients))
         columns = [[[getattr(ctx, name) for ctx in drawn.contexts] for name in COLUMNS] for drawn in rounds]
         samples = [float(sum(ctx.n_k for ctx in drawn.contexts)) for drawn in rounds]
         places = torch.stack([table.places(drawn.clients) for drawn in rounds])
@@ -131,7 +138,7 @@ class RecordedRounds(Rounds):
                 "k_lr": k_lr,
                 **{f"ctx.{name}": column for name, column in zip(COLUMNS, its.unbind(), strict=True)},
                 **block.tensors(),
-                **self._class_counts(drawn, w),
+                **self._class_counts(drawn, minibatches.source, w),
             }
             for where, n, k_lr, its, block, drawn in zip(
                 places.unbind(),
@@ -144,9 +151,9 @@ class RecordedRounds(Rounds):
             )
         ]
 
-    def _class_counts(self, drawn: Drawn, like: Tensor) -> dict[str, Tensor]:
+    def _class_counts(self, drawn: Drawn, source: SampleStore, like: Tensor) -> dict[str, Tensor]:
         """Returns the clients' numbers of samples of each class by name, if the objective uses them."""
-        counts = self.context(drawn, like).class_counts if self.objective.uses_class_counts else None
+        counts = self.context(drawn, source, like).class_counts if self.objective.uses_class_counts else None
         return {} if counts is None else {"ctx.class_counts": counts}
 
     def _recorded(
@@ -161,7 +168,8 @@ class RecordedRounds(Rounds):
         found, before, self._programs = list[RoundRecord](), len(known), self._programs + 1
         try:
             for ctx, named in zip(contexts, arrays, strict=True):
-                record = next((each for each in known if each.holds(ctx.t)), None)
+                facts = known_of(named)
+                record = next((each for each in known if each.serves(ctx.t, facts)), None)
                 if record is None:
                     if len(known) == before + self.MOST:
                         return self._refuse()
@@ -198,7 +206,7 @@ class RecordedRounds(Rounds):
             "receive": stages["receive"],
         }
         inputs = [*(name for name in named if name != "places"), *(f"t.{name}" for name in stages)]
-        return RoundRecord(stages, inputs, example, self._bits)
+        return RoundRecord(stages, inputs, example, self._bits, known_of(named))
 
     def _around(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
         """Records what comes before and after the local steps of a round; returns it, and inputs of the steps.
@@ -234,7 +242,8 @@ class RecordedRounds(Rounds):
             return record.replays[steps]
         if not self.engine.compile and steps <= self.engine.UNROLLED:
             order = [("t.send", send), *[("t.step", record.stages["step"])] * steps, ("t.receive", receive)]
-            replay: Replay = simplified(composed(order, record.inputs, receive.outputs)).forward
+            whole = composed(order, record.inputs, receive.outputs)
+            replay: Replay = called_directly(simplified(whole, known=record.known)).forward
         else:
             replay = self._chained(record, named, ctx)
         record.replays[steps] = replay
@@ -253,7 +262,7 @@ class RecordedRounds(Rounds):
             rows = tuple(torch.unflatten(v, 0, (-1, unroll)) for v in values[-len(blocks) :])
             return step.replay(values[:carried], values[carried : -len(blocks)], rows)
 
-        around = [simplified(record.stages[name].graph).forward for name in ("send", "receive")]
+        around = [called_directly(simplified(record.stages[name].graph)).forward for name in ("send", "receive")]
         functions: list[Replay] = [around[0], steps, around[1]]
 
         def chained(*values: Tensor) -> Values:

@@ -23,10 +23,10 @@ from fl_lightning.core import (
     Uploads,
     Watched,
     accumulator_dtype,
-    is_finite,
     to_device,
 )
-from fl_lightning.data.minibatches import Minibatches, whole_blocks
+from fl_lightning.data.minibatches import MinibatchTable
+from fl_lightning.data.samples import SampleStore
 from fl_lightning.engine.base import Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine, by_client
 
@@ -38,15 +38,13 @@ class Drawn:
     Attributes:
         clients: Ids of its clients.
         contexts: Their contexts.
-        minibatches: Their data.
     """
 
     clients: Sequence[int]
     contexts: Sequence[ClientContext]
-    minibatches: Sequence[Minibatches]
 
     def padded(self, width: int) -> Drawn:
-        """Returns a round of ``width`` clients: its own, and the first one again, which has no further data."""
+        """Returns a round of ``width`` clients: its own, and the first one again."""
         more = width - len(self.clients)
         return replace(
             self,
@@ -61,7 +59,7 @@ class Trained:
 
     Attributes:
         server: The server's state.
-        numbers: Whether all is finite, and the training loss of each client, ``(1 + clients,)``.
+        numbers: 0, or NaN if something is not finite; and the training loss of each client, ``(1 + clients,)``.
         bits: Bits that went over the wire.
         training_s: Seconds of local training; of a recorded round, seconds of the whole round.
     """
@@ -124,18 +122,22 @@ class Rounds:
     def __init__(self, engine: BatchedEngine, w0: Tensor, seed: int) -> None:
         self.engine, self.objective, self.w0, self.seed = engine, engine.objective, w0, seed
 
-    def train(self, rounds: Sequence[Drawn], server: State, table: Table) -> Iterator[Trained]:
+    def train(
+        self, rounds: Sequence[Drawn], minibatches: MinibatchTable, server: State, table: Table
+    ) -> Iterator[Trained]:
         """Yields the result of each round.
 
         Args:
             rounds: What they draw.
+            minibatches: The minibatches of their clients, one round after another.
             server: The server's state before the first.
             table: States of their clients; when a result is yielded, those after its round.
         """
         width = self.engine.widened(max(len(drawn.clients) for drawn in rounds))
-        for drawn, block in zip(rounds, whole_blocks([drawn.minibatches for drawn in rounds], width), strict=True):
+        blocks = minibatches.blocks([len(drawn.clients) for drawn in rounds], width)
+        for drawn, block in zip(rounds, blocks, strict=True):
             started, padded = time.perf_counter(), drawn.padded(width)
-            ctx = self.context(padded, server.w)
+            ctx = self.context(padded, minibatches.source, server.w)
             places = table.places(padded.clients)
             sent, carry, fixed = self.send(server, *table.take(places), ctx)
             carry = self.engine.steps(carry, block, fixed)
@@ -155,13 +157,12 @@ class Rounds:
             averages.add(row, client.n_k)
         return averages
 
-    def context(self, drawn: Drawn, like: Tensor) -> ClientContext:
+    def context(self, drawn: Drawn, source: SampleStore, like: Tensor) -> ClientContext:
         """Returns the contexts of a round's clients as one, whose attributes that differ are ``(clients, 1)``."""
         keys = [(self.seed, ctx.stream, ctx.phase, k) for k, ctx in zip(drawn.clients, drawn.contexts, strict=True)]
         ctx = self.engine.together(drawn.contexts, like, Draws(keys, like.device, True))
         if not self.objective.uses_class_counts:
             return ctx
-        source = drawn.minibatches[0].source
         return replace(ctx, class_counts=torch.stack([source.class_counts(k) for k in drawn.clients]).to(like))
 
     def send(
@@ -213,10 +214,11 @@ class Rounds:
         after = objective.finish_phase(server, sent, average(upload), _of_server(ctx))
         after = objective.finish_round(after, server, _of_server(ctx))
         watched.warn_of_server(numbers=False)
-        finite = torch.stack([is_finite(v).all() for v in (*upload.values(), *state.values())]).all() & after.finite()
+        # infinity times 0 is NaN, which no sum loses
+        zeros = [(v * 0).sum() for v in (*upload.values(), *state.values(), *after.values())]
         steps: Any = ctx.K  # (clients, 1)
         loss = carry.loss[:n] / steps.clamp(min=1)[:n, 0]
-        numbers = torch.cat([finite[None].to(accumulator_dtype(loss.device)), loss.to(accumulator_dtype(loss.device))])
+        numbers = torch.cat([torch.stack(zeros).sum()[None].to(loss), loss]).to(accumulator_dtype(loss.device))
         kept = [objective.finish_client(State(row), after) for row in by_client(state, n)]
         rows = {name: torch.stack([row[name] for row in kept]) for name in state}
         return after, rows, numbers, self.bits(sent, upload, n)

@@ -113,9 +113,9 @@ class Cohort:
         attendance = attendance if timing is None else timing.attendance(attendance, phase)
         ctx, lr = run.round_context(t, phase), run.objective.lr(run.round_context(t))
         asked_of = dict(zip(clients, asked, strict=True))
-        of_run = {**vars(ctx), "lr": lr, "n_mean": run.mean_samples}
+        of_run, sizes = {**vars(ctx), "lr": lr, "n_mean": run.mean_samples}, data.client_sizes.numpy()
         contexts = [
-            ClientContext(**of_run, K=K, K_missed=asked_of[k] - K, k_lr=K * lr, n_k=int(data.client_sizes[k]))
+            ClientContext(**of_run, K=K, K_missed=asked_of[k] - K, k_lr=K * lr, n_k=int(sizes[k]))
             for k, K in attendance.steps.items()
         ]
         wishes = [*attendance.steps] if run.clients.inits else []

@@ -97,7 +97,7 @@ class Evaluator:
         statistics: Tensor | None,
         parts: Mapping[str, Tensor] | None = None,
     ) -> dict[str, float]:
-        """Returns the mean loss, the data's metric and those of ``model.metrics`` on batches.
+        """Returns mean loss, the data's metric and those of ``model.metrics`` on batches; the net keeps its buffers.
 
         Args:
             batches: This process's samples; with ``model.buffers`` = local all of them on every process.
@@ -108,7 +108,8 @@ class Evaluator:
         Returns:
             Each metric as ``/<name>``, of each part as ``_<part>/<name>``, and ``/loss``.
         """
-        fabric, n, parts = self.fabric, 0, parts or {}
+        fabric, n, parts, buffers = self.fabric, 0, parts or {}, self.objective.net_buffers
+        before = None if buffers is None else buffers.vector(self.objective.net)
         self.load_statistics(w, statistics)
         sums = torch.zeros(2, dtype=accumulator_dtype(fabric.device), device=fabric.device)  # of losses, and samples
         scores = {part: self._empty_scores(part) for part in ("", *parts)}
@@ -123,6 +124,8 @@ class Evaluator:
                 if len(mine := of[rows].nonzero()[:, 0]):
                     here = to_device(mine, y.device)
                     scores[part].update(z[here], y[here])
+        if buffers is not None and before is not None:
+            buffers.load(self.objective.net, before)
         sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))
         found = {part: each.compute() for part, each in scores.items()}
         values = {f"{part and '_'}{part}/{name}": v for part, of in found.items() for name, v in of.items()}

@@ -1,11 +1,12 @@
 """The loop over rounds: of one run, and of several whose local training is one program."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
-from fl_lightning.core import UserError
+from fl_lightning.core import UserError, ensure
 from fl_lightning.engine import Job, LocalResult
 from fl_lightning.trainer import program
 from fl_lightning.trainer.cohort import Cohort
@@ -31,15 +32,16 @@ def rounds(run: Run, alone: bool) -> Steps:
     with session(run):
         while not run.finished:
             with transaction(run):
-                if alone and program.train(run):
-                    continue
-                cohort = Cohort.draw(run, run.rounds_done)
-                round_ = Round(run, cohort, partial(run.call, "on_local_end"))
-                run.call("on_round_start", run.round_context(cohort.t), cohort.clients)
-                for phase in round_.phases():
-                    phase.aggregate((yield phase.jobs()))
-                round_.apply()
-                close(run, round_.metrics(), round_.losses.tolist())
+                trained = program.train(run) if alone else None
+                if trained is None:
+                    cohort = Cohort.draw(run, run.rounds_done)
+                    round_ = Round(run, cohort, partial(run.call, "on_local_end"))
+                    run.call("on_round_start", run.round_context(cohort.t), cohort.clients)
+                    for phase in round_.phases():
+                        phase.aggregate((yield phase.jobs()))
+                    round_.apply()
+                    trained = round_.metrics(), round_.losses.tolist()
+                close(run, *trained)
 
 
 def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) -> None:
@@ -50,7 +52,7 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) 
         metrics: Metrics of the training.
         losses: Training loss of each client.
     """
-    run.log(metrics)
+    run.note(metrics)
     evaluated = run.evaluates(run.rounds_done)
     if evaluated:
         _evaluate(run, losses)
@@ -64,7 +66,7 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) 
 
 def _evaluate(run: Run, losses: Sequence[float]) -> None:
     for split in ("val", "test") if run.data.val_fraction else ("test",):
-        run.log(evaluate(run, split))
+        run.note(evaluate(run, split))
     for logger in run.own_loggers if losses and run.fabric.is_global_zero else ():
         logger.log_clients("client/train/loss", losses, run.rounds_done)
 
@@ -111,7 +113,9 @@ def train(
                 # resumed runs may have stopped in different rounds: those furthest behind go first
                 behind = min(run.rounds_done for run in jobs)
                 together = {run: len(jobs[run]) for run in runs if run in jobs and run.rounds_done == behind}
-                results = iter(runs[0].engine.train([job for run in together for job in jobs[run]]))
+                own = _own_numbers(runs)
+                todo = [replace(job, settings=own[run]) for run in together for job in jobs[run]]
+                results = iter(runs[0].engine.train(todo))
                 if len(together) > 1:  # what breaks one run off leaves the results of the others
                     results = iter(list(results))
                 for run, number in together.items():
@@ -120,6 +124,23 @@ def train(
             _break_off([steps[run] for run in runs], error)
             raise
     return broken
+
+
+def _own_numbers(runs: Sequence[Run]) -> dict[Run, Mapping[str, float]]:
+    """Returns the numbers in which the objectives of runs differ, for each run; callbacks may have changed them.
+
+    Raises:
+        UserError: If they differ in other settings of local training: all train by the objective of the first run.
+    """
+    first, *others = [run.objective.local_settings() for run in runs]
+    differ = {name for each in others for name, value in each.items() if value != first.get(name)} | {*runs[0].varied}
+    fixed = [name for name in differ if name not in runs[0].objective.local_numbers()]
+    ensure(
+        not fixed,
+        f"model.{', '.join(fixed)}: runs of one program must have the same, and a callback has changed it in some of "
+        "them; start them one by one",
+    )
+    return {run: {name: run.objective.local_numbers()[name] for name in differ} for run in runs}
 
 
 def _break_off(steps: Sequence[Steps], error: BaseException) -> None:

@@ -25,8 +25,8 @@ PARTS = ("", "ascent", "optimizer", "loss", "net")
 """Parts of an objective that local training uses."""
 SERVER = ("server_update", "averaging", "metrics", "_scores", "_hparams")
 """Attributes of an objective that local training does not use."""
-TORCHS = vars(nn.Module()).keys() - {"training", "_buffers"}
-"""Attributes of a module that torch makes."""
+TORCHS = vars(nn.Module()).keys() - {"training", "_buffers", "_parameters"}
+"""Attributes of a module that torch makes, but for its tensors."""
 OF_FUNCTIONS = (
     "__code__",
     "__defaults__",
@@ -67,6 +67,8 @@ def fit(
     with trainers[0].environment():
         runs = start(trainers, models, datamodule, [ckpt_path] * len(trainers))
         broken = train(runs)
+        for run in runs:  # the net of the first one was the engine's
+            run.hand_over_model()
     if broken:
         run, error = next(iter(broken.items()))
         raise type(error)(f"{len(broken)} of {len(runs)} runs broke off; {run.folder.path}: {error}")
@@ -89,6 +91,8 @@ def start(
         first.fabric.world_size <= 1,
         f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1",
     )
+    precisions = {(trainer.dtype, trainer.precision) for trainer in trainers}
+    ensure(len(precisions) <= 1, "trainer.precision: parallel runs must have the same; start them one by one")
     rounds = all(trainer.asynchronous is None for trainer in trainers)
     ensure(rounds, "trainer.asynchronous: parallel runs step together; start them one by one")
     for model in models:
@@ -128,10 +132,10 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
         ensure(len({type(owner) for owner in owners}) <= 1, f"model.{part or 'class_path'}: {remedy}")
         if owners[0] is None:
             continue
-        each = [_attributes(owner) for owner in owners]
+        each, alike = [_attributes(owner, part != "net") for owner in owners], partial(_alike, weights=part != "net")
         for name in dict.fromkeys(name for attributes in each for name in attributes):
             values = [attributes.get(name) for attributes in each]
-            if (not part and name in (*PARTS, *SERVER)) or all(_alike(values[0], value, set()) for value in values[1:]):
+            if (not part and name in (*PARTS, *SERVER)) or all(alike(values[0], value) for value in values[1:]):
                 continue
             path = f"{part}.{name}".lstrip(".")
             if not all(isinstance(value, Plain) for value in values):
@@ -145,28 +149,30 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
     return names
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
-    """Returns an object's attributes; those of a module with its submodules, without its parameters."""
+def _attributes(owner: Any, weights: bool) -> dict[str, Any]:
+    """Returns an object's attributes; those of a module with its submodules, and with its parameters if asked for."""
     modules = dict(owner.named_children()) if isinstance(owner, nn.Module) else {}
-    left_out = {MADE, *(TORCHS if isinstance(owner, nn.Module) else ())}
+    left_out = {MADE, *(TORCHS if isinstance(owner, nn.Module) else ()), *(() if weights else ("_parameters",))}
     return {**{name: v for name, v in vars(owner).items() if name not in left_out}, **modules}
 
 
-def _alike(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
+def _alike(one: Any, other: Any, weights: bool, seen: set[tuple[int, int]] | None = None) -> bool:
     """Returns whether two values have the same content, as far as they can be looked into."""
+    seen = set() if seen is None else seen
     if one is other or (id(one), id(other)) in seen:
         return True
     seen.add((id(one), id(other)))
     if type(one) is not type(other):
         return False
+    alike = partial(_alike, weights=weights, seen=seen)
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return [*one] == [*other] and _alike([*one.values()], [*other.values()], seen)
+        return [*one] == [*other] and alike([*one.values()], [*other.values()])
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(_alike(a, b, seen) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(map(alike, one, other))
     if isinstance(one, FunctionType | MethodType | CellType | partial):
-        return all(_alike(getattr(one, name, None), getattr(other, name, None), seen) for name in OF_FUNCTIONS)
+        return all(alike(getattr(one, name, None), getattr(other, name, None)) for name in OF_FUNCTIONS)
     if hasattr(one, "__dict__") and not isinstance(one, type | ModuleType):
-        return _alike(_attributes(one), _attributes(other), seen)
+        return alike(_attributes(one, weights), _attributes(other, weights))
     return bool(np.all(one == other)) if np.shape(one) == np.shape(other) else False

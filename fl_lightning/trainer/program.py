@@ -25,9 +25,10 @@ MEMORY = 1 << 28
 def length(run: Run) -> int:
     """Returns how many rounds may run as one program, from the next one on.
 
-    A program needs rounds of one phase, and clients that train in one block on one process, never fail, and are
-    averaged by their mean. It ends before a round that is evaluated, or that a callback needs, and takes no more than
-    half of the time that is left, at the pace of the last round.
+    The first round of a process is none. A program needs rounds of one phase, and clients that train in one block on
+    one process, never fail, and are averaged by their mean. It ends with a round that is evaluated, or at whose end a
+    callback needs the run, before one of which a callback needs the local models, and takes no more than half of the
+    time that is left, at the pace of the last round.
     """
     objective, engine = run.objective, run.engine
     possible = (
@@ -39,6 +40,7 @@ def length(run: Run) -> int:
         and not objective.trains_alone
         and not objective.sums_over_kept
         and not run.varied
+        and run.hooks_are_checked
         and run.data.batch_size is not None
         and run.settings.asynchronous is None
         and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
@@ -49,43 +51,50 @@ def length(run: Run) -> int:
         pace = run.metrics.get("time/round_s", math.inf)
         most = min(most, int((run.settings.max_time - run.elapsed) / 2 / pace))
     ahead = range(run.rounds_done, run.rounds_done + most)
-    return sum(1 for _ in takewhile(lambda t: not run.needs_round(t), ahead))
+    n = sum(1 for _ in takewhile(lambda t: not run.needs_round(t), ahead))
+    return n + (n < most and not run.needs_local_models(run.rounds_done + n))
 
 
-def train(run: Run) -> bool:
-    """Trains and logs the next rounds if they may run as one program: with the same bits as one by one.
+def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
+    """Trains the next rounds if they may run as one program: with the same bits as one by one.
 
-    Cohorts and minibatches are drawn ahead. Of the hooks of callbacks only `on_round_logged` is called, after the last
-    of the rounds. The program ends before a round with a result that is not finite, or without clients.
+    Cohorts and minibatches are drawn ahead. All rounds but the last one are logged, and no hook is called. The program
+    ends before a round with a result that is not finite, or without clients.
 
     Returns:
-        Whether it has trained any; otherwise the run is as before.
+        Metrics of the last round, and the training loss of each client; None: it has trained nothing.
     """
     clock, before = Clock(), run.server
     cohorts = _cohorts(run, length(run))
     try:
-        trained, rows = _train(run, before, cohorts) if len(cohorts) > 1 else ([], {})
+        trained, rows = _train(run, before, cohorts) if cohorts else ([], {})
     except (RuntimeError, MemoryError) as error:
         # a part may decompose what is not finite; the next round runs by itself, without it or in smaller blocks
         unfit = is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
         if not unfit:
             raise
         trained, rows = [], {}
-    training_s = sum(done.training_s for done in trained)
-    for cohort, done in zip(cohorts, trained, strict=False):
-        run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
-        steps = sum(cohort.attendance.steps.values())
-        passes = steps * sum(run.objective.passes)
-        spent = clock.spent(run, cohort, done.bits, steps, passes, training_s, rounds=len(trained))
-        seconds = run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}
-        loss = {"client/train/loss": float(done.numbers[1:].mean()), "client/refused": 0}
-        run.log({**loss, **divergences(run), **seconds, **spent})
-        logged = run.write_metrics()
-        if run.should_stop:  # by a logger, as of a single round
-            _, rows = _train(run, before, cohorts[: cohorts.index(cohort) + 1])
-            break
     if not trained:
-        return False
+        return None
+    training_s, last = sum(done.training_s for done in trained), len(trained) - 1
+    for i, (cohort, done) in enumerate(zip(cohorts, trained, strict=False)):
+        run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
+        steps, losses = sum(cohort.attendance.steps.values()), done.numbers[1:]
+        passes = steps * sum(run.objective.step_passes)
+        metrics = {
+            "client/train/loss": float(losses.mean()),
+            "client/refused": 0,
+            **divergences(run),
+            **(run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}),
+            **clock.spent(run, cohort, done.bits, steps, passes, training_s, rounds=len(trained)),
+        }
+        if i == last:
+            break
+        run.note(metrics)
+        run.write_metrics()
+        if run.should_stop and i + 1 < last:  # by a logger: the next round is the last one
+            last = i + 1
+            _, rows = _train(run, before, cohorts[: last + 1])
     again = Cohort.draw(run, cohort.t)
     drawn, now = ((each.clients, [(ctx.lr, ctx.K) for ctx in each.contexts]) for each in (cohort, again))
     ensure(
@@ -95,8 +104,7 @@ def train(run: Run) -> bool:
         "sequential",
     )
     run.clients.stage(rows)
-    run.call("on_round_logged", logged)
-    return True
+    return metrics, losses.tolist()
 
 
 def _cohorts(run: Run, n: int) -> list[Cohort]:
@@ -126,21 +134,18 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     assert isinstance(engine, BatchedEngine)
     if run.rounds is None or run.rounds.engine is not engine:
         run.rounds = rounds_of(engine, store.w0, run.seed)
-    drawn = [
-        Drawn(c.clients, c.contexts, [run.minibatches(k, ctx) for k, ctx in zip(c.clients, c.contexts, strict=True)])
-        for c in cohorts
-    ]
-    ids = list(dict.fromkeys(k for cohort in cohorts for k in cohort.clients))
+    drawn = [Drawn(cohort.clients, cohort.contexts) for cohort in cohorts]
     while drawn:
+        clients, contexts = ([each for of in drawn for each in getattr(of, name)] for name in ("clients", "contexts"))
+        ids, minibatches = list(dict.fromkeys(clients)), run.minibatch_table(clients, contexts)
         table = Table({k: store.row(k) for k in ids}, store.inits, store.w0)
         with engine.checked():
-            results = [*run.rounds.train(drawn, server, table)]
+            results = [*run.rounds.train(drawn, minibatches, server, table)]
         # the only time that the rounds wait for local training
         read = torch.cat([result.numbers for result in results]).cpu()
         columns = torch.split(read, [len(of.numbers) for of in results])
-        finite = [*takewhile(lambda numbers: bool(numbers[0]), columns)]
+        finite = [*takewhile(lambda numbers: float(numbers[0]) == 0, columns)]
         if len(finite) == len(results):
             return [replace(of, numbers=numbers) for of, numbers in zip(results, finite, strict=True)], table.rows(ids)
         drawn = drawn[: len(finite)]  # once more, for the rows before the first round that is not finite
-        ids = list(dict.fromkeys(k for of in drawn for k in of.clients))
     return [], {}

@@ -286,16 +286,16 @@ def _arguments(owner: object) -> dict[str, Any]:
     return {"class": type(owner).__qualname__, **found}
 
 
-def _plain(value: Any) -> Any:
-    """Returns a value as nested lists of numbers and text, the same in every process."""
+def _plain(value: Any, weights: bool = True) -> Any:
+    """Returns a value as nested lists of numbers and text, the same in every process; see `described`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return sorted(([str(name), _plain(item)] for name, item in value.items()), key=lambda pair: pair[0])
+        return sorted(([str(n), _plain(item, n != "net")] for n, item in value.items()), key=lambda pair: pair[0])
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, nn.Module):
-        return described(value)
+        return described(value, weights)
     kind = value if isinstance(value, type) else type(value)
     own = vars(value) if isinstance(value, Checked) or (is_dataclass(value) and value is not kind) else {}
     return [kind.__module__, kind.__qualname__, _plain({name: v for name, v in own.items() if name[0] != "_"})]

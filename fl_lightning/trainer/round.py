@@ -16,6 +16,7 @@ from fl_lightning.core import DivergenceError, RoundContext, State, Watched, wai
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.copies import Copies
 from fl_lightning.trainer.participation import Attendance, failures
 from fl_lightning.trainer.received import Arrivals, average
 from fl_lightning.trainer.run import Callback, Run
@@ -120,6 +121,7 @@ class Round:
         if flight is not None:
             training = flight.after(run.objective.begin_phase(run.server, run.round_context(flight.t)))
         run.apply(run.state.after_round(self.server, self.bits, self.failed, training), self.rows)
+        run.hooks_are_checked = True
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the applied round; its time is that since it was made, without callbacks."""
@@ -212,10 +214,16 @@ class Phase:
         self.alone = cohort.phase == objective.phases
         self.last = cohort.phase + 1 == objective.phases
         self.now = self.run.round_context(of.cohort.t, self.ctx.phase)
+        self._copies = None if self.run.hooks_are_checked else Copies(objective)
+        if self._copies:
+            of.server = self._copies.of("server", of.server)
         if not cohort.phase:
             total = partial(total_over, self.run, of.server.w, cohort.clients, of.rows)
             of.server = value_of(objective.round_start, of.server, total, self.now)
         self.sent = self.current = objective.begin_phase(of.server, self.now)
+        if self._copies:
+            self._copies.check("before local training")
+            self.sent = self.current = self._copies.of("received", self.sent)
         self.uploaded_bits = 0  # of the clients of this process
         self._watched = Watched((objective, objective.optimizer, *objective.all_parts))
         if not of.perturb:
@@ -235,6 +243,7 @@ class Phase:
         received = collectives.exchange(run.fabric, cohort.moves, rows, store.shapes, like)
         rows |= {k: State(row) for k, row in received.items()}
         fresh = State.initial(run.objective.scratch_inits(), store.w0, like)
+        rows = {k: self._copies.of("client", row) for k, row in rows.items()} if self._copies else rows
         jobs = [
             Job(k, rows[k] | fresh, self.sent, ctx, run.minibatches(k, ctx), run.seed, run.varied)
             for k, ctx in mine.items()
@@ -253,6 +262,8 @@ class Phase:
             UserError: If training diverges.
         """
         taken = [self._take(result) for result in self._clocked(results)]
+        if self._copies:
+            self._copies.check("in local training")
         for owner, name in self._watched.changed():
             if name[0] != "_":
                 warn(
@@ -310,7 +321,10 @@ class Phase:
             rows = {**of.rows, **arrivals.rows()}
             after = surveyed(self.run, of.server.w, after, rows, now)
         divergence.check_finite(self.run, after, now.t)
-        of.server = objective.finish_round(after, self.run.server, now) if self.last else after
+        before = self._copies.of("before", self.run.server) if self._copies else self.run.server
+        of.server = objective.finish_round(after, before, now) if self.last else after
+        if self._copies:
+            self._copies.check("in the server's step")
         watched.warn_of_server(numbers=False)
         of_rule.warn_of_server(numbers=True)
         self._keep(arrivals)
@@ -330,7 +344,7 @@ class Phase:
         of.failed["refused"] += refused
         steps = sum(ctx.K for ctx in self.cohort.contexts)
         of.steps += steps
-        of.passes += steps * sum(self.run.objective.passes_alone if self.alone else self.run.objective.passes)
+        of.passes += steps * sum(self.run.objective.passes_alone if self.alone else self.run.objective.step_passes)
         if self.alone:
             return
         of.attended.append(attendance)

@@ -26,8 +26,9 @@ from fl_lightning.core import (
     digest,
     ensure,
     generator,
+    generators,
 )
-from fl_lightning.data import FederatedDataModule, Minibatches
+from fl_lightning.data import FederatedDataModule, Minibatches, MinibatchTable
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
 from fl_lightning.engine.rounds import Rounds
 from fl_lightning.results.configs import group_id, only_python
@@ -40,6 +41,11 @@ from fl_lightning.trainer.settings import Kind, Settings
 from fl_lightning.trainer.state import RunState, by_key
 from fl_lightning.trainer.storage import ClientStore, RunFolder
 from fl_lightning.trainer.timing import Timing
+
+COUNTERS = {
+    "client/diverged", "client/passes", "client/steps", "clock/time_s", "comm/total_bits", "comm/transmissions",
+}  # fmt: skip
+"""Metrics that a round adds to."""
 
 
 class Callback(Checked, key="trainer.callbacks: {}"):
@@ -67,10 +73,13 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         """Returns whether the callback needs round ``t``, from 0: its local models, or the run at its end.
 
         By default it needs every round if it overrides a hook that a round calls, otherwise none. Rounds that nobody
-        needs may run as one program, which calls no hook but `on_round_logged`, once, at its end. The last round of a
-        run is never among them.
+        needs may run as one program, which ends with one that somebody needs. In the last round of a program
+        `on_round_start` and `on_local_end` are called only if a callback that overrides one of them needs it.
         """
-        hooks = ("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
+        return self.overrides("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
+
+    def overrides(self, *hooks: str) -> bool:
+        """Returns whether the callback overrides one of some hooks."""
         return any(hook in vars(self) or getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
 
     def check(self, run: Run) -> None:
@@ -145,6 +154,7 @@ class Run:
         mean_samples: Mean number of samples of a client.
         engine: Runs local training.
         rounds: Trains programs of rounds with the engine; None before the first.
+        hooks_are_checked: Whether a round of this process has shown that hooks change nothing in place.
         engine_name: Name of the engine; "auto" until one is chosen.
         upload_shapes: Shapes of what a client uploads, by phase and name.
         state: The state after the rounds so far.
@@ -206,6 +216,7 @@ class Run:
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")
         self.rounds: Rounds | None = None
+        self.hooks_are_checked = False
         fewer = settings.faults.stragglers is not None or (settings.clock is not None and settings.clock.shortens)
         steps = None if fewer else settings.local_steps
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
@@ -353,13 +364,29 @@ class Run:
         batches, first = data.client_batches(client, of.local_epochs, count, draw, self.dtype), 0 if alone else ahead
         return batches.take(range(first, first + ctx.K)) if ahead else batches
 
+    def minibatch_table(self, clients: Sequence[int], contexts: Sequence[ClientContext]) -> MinibatchTable:
+        """Returns the minibatches of many clients who train nothing by themselves, drawn at once."""
+        keys = [(ctx.stream, ctx.phase, k) for k, ctx in zip(clients, contexts, strict=True)]
+        samples, counts = self.data.clients.arrays(clients), [ctx.K for ctx in contexts]
+        return self.data.minibatch_table(samples, counts, generators(self.seed, "batches", keys), self.dtype)
+
     def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
         """Returns an engine for this run's objective; without ``compile`` not even one compiles that should."""
         block, compile = self.settings.client_block, self.settings.compile and compile
         return ENGINES[name](self.objective, self.net, self.fabric.autocast, block, compile)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``."""
+        """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``.
+
+        Raises:
+            UserError: If one is no number by name, or has the name of a counter of the trainer.
+        """
+        counters = COUNTERS & {*metrics}
+        ensure(not counters, f"run.log: {', '.join(counters)} is counted by the trainer; give your metric another name")
+        self.note(metrics)
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics of the trainer's own to this round's."""
         try:
             metrics = {"" + name: float(value) for name, value in metrics.items()}  # names are text
         except (AttributeError, TypeError, ValueError):
@@ -388,6 +415,10 @@ class Run:
         """Returns whether round ``t``, from 0, is evaluated, is the last one, or a callback needs it."""
         return self.evaluates(t + 1) or t + 1 >= self.max_rounds or any(c.needs_round(t) for c in self.callbacks)
 
+    def needs_local_models(self, t: int) -> bool:
+        """Returns whether a callback is called before and in local training of round ``t``, from 0."""
+        return any(c.needs_round(t) and c.overrides("on_round_start", "on_local_end") for c in self.callbacks)
+
     @cached_property
     def directions(self) -> dict[str, Mode]:
         """Whether large or small values of what is evaluated are good, by the metric's name, the data's first."""
@@ -405,6 +436,11 @@ class Run:
         """Returns loss and metric of the global model on batches ``(x, y)``, such as those of ``data.eval_batches``."""
         values = self.evaluator.measure(batches, self.global_model, self.server.get("buffers"))
         return {name.removeprefix("/"): value for name, value in values.items()}
+
+    def hand_over_model(self) -> None:
+        """Puts the global model into the objective's net; every process must call."""
+        self.net.move_to(self.global_model.clone())
+        self.load_statistics(self.global_model)
 
     def load_statistics(self, w: Tensor) -> None:
         """Loads the buffers that weights ``w``, ``(d,)``, are evaluated with into the net; every process must call."""

@@ -40,8 +40,7 @@ def session(run: Run) -> Iterator[None]:
             resume.states(run)  # else no checkpoint could be read
             run.stops()  # before the first round, too
             yield
-            run.net.move_to(run.global_model.clone())  # from now on it holds the global model
-            run.load_statistics(run.global_model)
+            run.hand_over_model()
             run.call("on_fit_end")
             _close(run, "success")
         except BaseException as error:

@@ -90,7 +90,7 @@ class Timing:
         if own is not None and own.trains_alone and not phase:
             alone = data.batches_per_client(client, own.epochs_alone, None) if own.epochs_alone else K
             before = device.compute_s(sum(data.batch_sizes(size, alone)), *objective.passes_alone)
-        computed = before + device.compute_s(sum(data.batch_sizes(size, K)), *objective.passes)
+        computed = before + device.compute_s(sum(data.batch_sizes(size, K)), *objective.step_passes)
         comm = device.comm_s(*self.bits[phase])
         slow = f"trainer.clock: client {client} takes {computed + comm:.3g} seconds; give devices and bandwidths"
         ensure(computed + comm <= LONGEST, f"{slow} with which it takes at most {LONGEST:.0e}")
@@ -137,7 +137,7 @@ class Timing:
             return 0
         device, left = self.device(client), (self.clock.deadline_s or 0.0) - self.spent(client, 0, phase)[1]
         samples = accumulate(self.data.batch_sizes(len(self.data.clients[client]), asked))
-        return sum(device.compute_s(n, *self.objective.passes) <= left for n in samples)
+        return sum(device.compute_s(n, *self.objective.step_passes) <= left for n in samples)
 
     def metrics(self, before: Mapping[str, float], phases: Sequence[Attendance]) -> dict[str, float]:
         """Returns the metrics of a round.

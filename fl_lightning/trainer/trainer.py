@@ -212,7 +212,7 @@ class FederatedTrainer(Settings):
 
 
 def _report(run: Run, metrics: dict[str, float]) -> dict[str, float]:
-    run.log(metrics)
+    run.note(metrics)
     untrained = run.checkpoint is None and not run.objective.trained
     source = "  (no ckpt_path: the weights that the model was made with)" if untrained else ""
     run.fabric.print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()) + source)

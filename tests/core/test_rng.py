@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning.core import generator, numpy_generator, seeded
+from fl_lightning.core import generator, generators, numpy_generator, seeded
 
 
 def draws(draw: Callable[[], torch.Tensor], device: str) -> list[torch.Tensor]:
@@ -28,6 +28,18 @@ def test_streams_are_those_of_numpys_seed_sequence(seed: int) -> None:
         expected = int(sequence.generate_state(1, np.uint64)[0])
         assert generator(seed, "batches", *keys).initial_seed() == expected
         assert numpy_generator(seed, "batches", *keys).random() == np.random.default_rng(sequence).random()
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32])
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_many_generators_are_those_of_one_by_one(seed: int, length: int) -> None:
+    drawn = np.random.default_rng(length)
+    small = [tuple(map(int, key)) for key in drawn.integers(0, 2**32, (40, length))]
+    for keys in (small, [*small, (2**40,) * length], small[:3]):
+        for key, many in zip(keys, generators(seed, "batches", keys), strict=True):
+            one = generator(seed, "batches", *key)
+            assert many.initial_seed() == one.initial_seed()
+            assert torch.equal(torch.randperm(30, generator=many), torch.randperm(30, generator=one))
 
 
 def test_seeded_is_keyed_and_leaves_no_trace() -> None:

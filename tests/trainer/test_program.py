@@ -30,6 +30,8 @@ ALGORITHMS = [
     for name, each in CLASSES.items()
     if isinstance(each, type) and issubclass(each, fl.LocalObjective) and each is not fl.LocalObjective
 ]
+ONE_BY_ONE = {"FedScar", "FedScarl", "NaiveFedGloSS"}
+"""Algorithms whose rounds have two phases, or whose server sums over what all clients keep."""
 QUICK = {("FedSMOO", "graphed"), ("FedGMT", "batched"), ("FedAdam", "graphed"), ("NaiveFedGloSS", "batched")}
 
 
@@ -94,16 +96,45 @@ def check_same(one: Run, other: Run) -> None:
 def test_the_bits_are_those_of_single_rounds(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for NaiveFedGloSS, whose rounds have two phases, rounds 1 to 10, 12 to 19, 23 and 24 are programs."""
+    """Programs end at checkpoints and evaluations."""
     together = train(tmp_path, CLASSES[name], seen := Rounds(), engine=engine)
     every = [*range(1, 27)]
-    assert seen.seen == (every if name == "NaiveFedGloSS" else [10, 11, 19, 20, 21, 22, 24, 25, 26])
+    assert seen.seen == (every if name in ONE_BY_ONE else [1, 11, 20, 22, 25, 26])
     one_by_one(monkeypatch)
     alone = train(tmp_path, CLASSES[name], seen := Rounds(), engine=engine)
     assert seen.seen == every
     check_same(together, alone)
-    if engine == "graphed" and name != "NaiveFedGloSS":
+    if engine == "graphed" and name not in ONE_BY_ONE:
         assert recorded(together)
+
+
+class Models(Callback):
+    """Needs the local models of some rounds."""
+
+    def __init__(self, *rounds: int) -> None:
+        self.rounds, self.models = rounds, list[tuple[int, torch.Tensor]]()
+
+    def needs_round(self, t: int) -> bool:
+        return t in self.rounds
+
+    def on_local_end(self, run: Run, result: Any) -> None:
+        self.models.append((result.ctx.t, result.w))
+
+
+def test_evaluated_rounds_are_programs_and_those_whose_local_models_are_needed_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, found = [], list[Models]()
+    for _ in range(2):
+        found.append(Models(5, 19))
+        runs.append(train(tmp_path, fl.SCAFFOLD, found[-1], seen := Rounds(), eval_every=1))
+        assert seen.seen == [*range(1, 27)]
+        assert {t for t, _ in found[-1].models} == ({0, 5, 19} if len(runs) == 1 else {*range(26)})
+        one_by_one(monkeypatch)
+    assert recorded(runs[0]) and runs[1].rounds is None
+    check_same(*runs)
+    alone = {t: torch.stack([w for of, w in found[1].models if of == t]) for t in (5, 19)}
+    assert all(torch.equal(torch.stack([w for of, w in found[0].models if of == t]), v) for t, v in alone.items())
 
 
 class Counts(FedAvg):
@@ -210,7 +241,7 @@ def test_parts_with_bits_of_their_own(method: Any, tmp_path: Path, monkeypatch: 
     for _ in range(2):
         parts = [Positive(), fl.Compress(method)]
         runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), parts=parts))
-        assert (10 in seen.seen) and (9 in seen.seen) == (len(runs) == 2)
+        assert (11 in seen.seen) and (10 in seen.seen) == (len(runs) == 2)
         one_by_one(monkeypatch)
     assert (method == "qsgd") == ("client.Compress.w" not in state(runs[0].folder.path))
     check_same(*runs)
@@ -226,15 +257,15 @@ def test_checkpoints_by_time_fall_between_programs(tmp_path: Path, monkeypatch: 
             resume, "save", lambda run, path, saved=saved: saved.append(run.rounds_done) or save(run, path)
         )
         runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), Checkpoints()))
-        assert seen.seen == [19, 20, 24, 25, 26]
-        assert saved == ([19, 20, 24, 25, 26] if pause == 0 else [26])
+        assert seen.seen == [1, 20, 25, 26]
+        assert saved == ([1, 20, 25, 26] if pause == 0 else [26])
     check_same(*runs)
 
 
 def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of rounds 12 to 19 is undone."""
+    """That of rounds 12 to 20 is undone."""
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, fl.SCAFFOLD, Rounds(fails_at=19))
+        train(tmp_path, fl.SCAFFOLD, Rounds(fails_at=20))
     [broken] = tmp_path.glob("*/*/checkpoints/last.ckpt")
     assert torch.load(broken, weights_only=False)["round"] == 11
     resumed = train(tmp_path, fl.SCAFFOLD, Rounds(), resume=str(broken))
@@ -243,9 +274,9 @@ def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_an_interruption_undoes_may_lie_beyond_the_last_checkpoint(tmp_path: Path) -> None:
-    """Rounds 21 to 24 are undone, whose rows are in the log."""
+    """Rounds 21 to 25 are undone, whose rows are in the log."""
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, fl.SCAFFOLD, Rounds(fails_at=24), Checkpoints())
+        train(tmp_path, fl.SCAFFOLD, Rounds(fails_at=25), Checkpoints())
     [broken] = tmp_path.glob("*/*/checkpoints/last.ckpt")
     assert torch.load(broken, weights_only=False)["round"] == 20
     check_same(train(tmp_path, fl.SCAFFOLD, Rounds(), resume=str(broken)), train(tmp_path, fl.SCAFFOLD))
@@ -299,9 +330,9 @@ def test_rounds_that_run_one_by_one(more: dict[str, Any], tmp_path: Path) -> Non
 def test_a_program_takes_half_of_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round shows how long one takes; an hour is enough for all the others that nobody needs."""
     run = train(tmp_path, FedAvg, seen := Rounds(), max_rounds=9, max_time="00:01:00:00")
-    assert seen.seen == [1, 7, 8, 9]
+    assert seen.seen == [1, 8, 9]
     run.state = replace(run.state, round=1, metrics={"time/round_s": 100.0})
-    for elapsed, rounds in ((0.0, 6), (2900.0, 3), (3450.0, 0), (3700.0, 0)):
+    for elapsed, rounds in ((0.0, 7), (2900.0, 3), (3450.0, 0), (3700.0, 0)):
         monkeypatch.setattr(Run, "elapsed", elapsed)
         run.should_stop = False
         assert program.length(run) == rounds
@@ -412,7 +443,7 @@ class Remembers(CohortSampler):
 
 @pytest.mark.parametrize(("make", "more"), [(Slows, {}), (FedAvg, {"sampler": Remembers()})], ids=["lr", "sampler"])
 def test_what_was_drawn_ahead_must_not_change(make: Any, more: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"draws several rounds ahead.* of round 9; make sampler and learning rate"):
+    with pytest.raises(UserError, match=r"draws several rounds ahead.* of round 10; make sampler and learning rate"):
         train(tmp_path, make, max_rounds=13, engine="batched", **more)
 
 
@@ -421,5 +452,5 @@ def test_memory_bounds_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     alone = train(tmp_path, fl.SCAFFOLD, max_rounds=13, engine="batched")
     monkeypatch.setattr(program, "MEMORY", 3 * 6 * 4 * alone.net.w.numel())
     few = train(tmp_path, fl.SCAFFOLD, seen := Rounds(), max_rounds=13, engine="batched")
-    assert seen.seen[:3] == [3, 6, 9]
+    assert seen.seen[:3] == [1, 4, 7]
     check_same(few, alone)

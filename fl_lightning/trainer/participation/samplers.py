@@ -45,7 +45,9 @@ def draw(sampler: CohortSampler, t: int, m: int, seed: int) -> list[int]:
     """
     cohort = sampler(t, m, seed)
     ensure(
-        len({*cohort}) == len(cohort) and all(fits(k, int) and 0 <= k < m for k in cohort),
+        len({*cohort}) == len(cohort)
+        and all(type(k) is int or fits(k, int) for k in cohort)
+        and (not cohort or (min(cohort) >= 0 and max(cohort) < m)),
         f"trainer.sampler = {type(sampler).__name__}: gives {cohort!s:.60} in round {t}; give different ids from 0 to "
         f"{m - 1}",
     )

@@ -204,6 +204,8 @@ def assign(steps: Sequence[int], processes: int, clients: Sequence[int] = ()) ->
             mine[rank].append(position)
         return max(load), [sorted(positions) for positions in mine]
 
+    if processes == 1:
+        return [[*range(len(steps))]]
     longest, mine = divided(0)
     wished, there = divided(longest) if clients else (longest, mine)
     return there if wished <= longest and there[0] else mine

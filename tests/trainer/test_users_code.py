@@ -1,0 +1,316 @@
+"""Code of a user's own beside features that it knows nothing of: the numbers are right, or one line says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fl_lightning as fl
+from fl_lightning import Arrays, Callback, FedAvg, FederatedTrainer, FedSAM, Part, UserError
+from fl_lightning.core import State
+from fl_lightning.results.compare import compare
+from fl_lightning.trainer import parallel_runs
+from fl_lightning.trainer.run import Run
+
+D, CLASSES = 5, 3
+
+
+def data(sizes: Sequence[int] = (9, 12, 15, 8, 16), batch_size: int = 4) -> Arrays:
+    draw = torch.Generator().manual_seed(0)
+
+    def pair(n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(n, D, generator=draw), torch.randint(0, CLASSES, (n,), generator=draw)
+
+    return Arrays(client_arrays=[*map(pair, sizes)], test=pair(20), batch_size=batch_size)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+def trainer(root: Path, *callbacks: Callback, **more: Any) -> FederatedTrainer:
+    own: dict[str, Any] = {"engine": "sequential", "max_rounds": 4, "clients_per_round": 3, "precision": "64-true"}
+    fixed: dict[str, Any] = {"accelerator": "cpu", "threads": 1, "enable_progress_bar": False}
+    return FederatedTrainer(callbacks=[*callbacks], default_root_dir=str(root), **fixed, **(own | more))
+
+
+def fit(model: fl.LocalObjective, root: Path, *callbacks: Callback, of: Arrays | None = None, **more: Any) -> Run:
+    return trainer(root, *callbacks, **more).fit(model, of or data())
+
+
+# Hooks that change tensors in place
+
+
+class DecaysInStep(FedAvg):
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        g = grad(w)
+        w.mul_(0.99)  # in the first step it is what the server sent
+        return g, client
+
+
+class SubtractsAtEnd(FedAvg):
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        update = received.w
+        update -= w
+        return {"w": w}, client
+
+
+class KeepsInPlace(FedAvg):
+    client_state: Mapping[str, Any] = {"h": "zeros"}
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        client.h.add_(w)
+        return {"w": w}, client
+
+
+class StepsInPlace(FedAvg):
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        w = server.w
+        w -= sent.w - uploads.weighted("w")
+        return server.replace(w=w)
+
+
+class SendsInPlace(FedAvg):
+    def broadcast(self, server: State, ctx: Any) -> State:
+        server.w[0] = 0
+        return server
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed", "auto"])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (DecaysInStep, "received.w in place in local training"),
+        (SubtractsAtEnd, "received.w in place in local training"),
+        (KeepsInPlace, "client.h in place in local training"),
+        (StepsInPlace, "server.w in place in the server's step"),
+        (SendsInPlace, "server.w in place before local training"),
+    ],
+)
+def test_what_changes_in_place_is_refused_before_it_harms(make: Any, what: str, engine: Any, tmp_path: Path) -> None:
+    """On engines that train several clients, some of it is refused when they are held against the sequential one."""
+    with pytest.raises(UserError) as error:
+        fit(make(net()), tmp_path, engine=engine)
+    refused_by_engine = f"trainer.engine = {engine}: {make.__name__}" in str(error.value)
+    assert f"{make.__name__}: a hook changes {what}" in str(error.value) or refused_by_engine
+    assert engine != "sequential" or not refused_by_engine
+    assert not [*tmp_path.glob("*/version_*")]
+
+
+# Passes
+
+
+class ByHand(FedAvg):
+    """FedSAM, written into the local step."""
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        g = grad(w)
+        return grad(w + 0.05 * g / (g.norm(dim=-1, keepdim=True) + 1e-12)), client
+
+
+@pytest.mark.parametrize("engine", ["sequential", "graphed"])
+def test_passes_of_an_algorithm_of_ones_own_are_counted(engine: Any, tmp_path: Path) -> None:
+    """So the clock refuses the same clients, from the first round on."""
+    clock = fl.Clock(sec_per_sample=0.1, deadline_s=7.0, sigma=1.0)
+    runs = [fit(make(net()), tmp_path, clock=clock, engine=engine) for make in (FedSAM, ByHand)]
+    assert runs[1].objective.passes == (1, 1) and runs[1].objective.step_passes == (2, 2)
+    for name in ("client/passes", "client/steps", "clock/time_s"):
+        assert runs[0].metrics[name] == runs[1].metrics[name]
+    assert runs[0].metrics["client/steps"] < fit(FedSAM(net()), tmp_path, engine=engine).metrics["client/steps"]
+
+
+# Parts
+
+
+class FreezesBias(Part):
+    """Local steps leave the biases where they are."""
+
+    def moving(self, w: Tensor, alone: bool) -> Tensor:
+        mask = torch.ones(D * 6 + 6 + 6 * CLASSES + CLASSES, dtype=torch.bool)
+        mask[D * 6 : D * 6 + 6] = False
+        return mask
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_masks_of_several_parts_act_together(order: int, tmp_path: Path) -> None:
+    parts = [fl.Personal(epochs_alone=1), FreezesBias()][::order]
+    model = FedAvg(net(), parts=parts)
+    bias = model.net[0].bias.detach().clone()
+    fit(model, tmp_path)
+    assert torch.equal(model.net[0].bias.float(), bias)
+
+
+def test_two_parts_cannot_both_train_clients_by_themselves() -> None:
+    with pytest.raises(UserError, match="Personal and Personal both train clients by themselves; take one"):
+        FedAvg(net(), parts=[fl.Personal(epochs_alone=1), fl.Personal(["2.weight"], epochs_alone=1)])
+
+
+class Teacher(FedAvg):
+    """The server keeps a slow average of the model, towards which clients are drawn."""
+
+    server_state: Mapping[str, Any] = {"slow": "w0"}
+    down = ("w", "slow")
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        return grad(w) + 0.5 * grad(received.slow), client
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        w = uploads.weighted("w")
+        return server.replace(w=w, slow=0.5 * server.slow + 0.5 * w)
+
+
+class TeacherByFunction(Teacher):
+    server_state: Mapping[str, Any] = {"slow": lambda w0: w0.clone()}
+
+
+@pytest.mark.parametrize("parts", [[], ["last:1"]])
+def test_a_model_may_be_declared_by_a_function(parts: list[str], tmp_path: Path) -> None:
+    """Personal layers of a client are put into it, as into one that is declared by a word."""
+    own = [fl.Personal(parts)] if parts else []
+    one, other = (fit(make(net(), parts=own), tmp_path) for make in (Teacher, TeacherByFunction))
+    assert torch.equal(one.server.w, other.server.w)
+    assert one.objective.models == other.objective.models
+
+
+# Losses that differ in their tensors
+
+
+class Weighted(nn.Module):
+    def __init__(self, weights: Sequence[float], kind: str) -> None:
+        super().__init__()
+        values = torch.tensor(weights)
+        if kind == "buffer":
+            self.register_buffer("weights", values)
+        else:
+            self.weights = nn.Parameter(values, requires_grad=False) if kind == "parameter" else values
+
+    def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, y, reduction="none") * self.weights[y]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "attribute"])
+def test_losses_that_differ_in_tensors_are_two_methods(kind: str, tmp_path: Path) -> None:
+    for weights in ([1.0, 1.0, 1.0], [9.0, 1.0, 0.1]):
+        for seed in (0, 1):
+            fit(FedAvg(net(), loss=Weighted(weights, kind)), tmp_path, seed=seed, max_rounds=1)
+    assert len(compare([str(tmp_path)])) == 2
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "attribute"])
+def test_losses_that_differ_in_tensors_are_no_parallel_runs(kind: str, tmp_path: Path) -> None:
+    models = [FedAvg(net(), loss=Weighted([1.0, 1.0, float(i + 1)], kind)) for i in range(2)]
+    with pytest.raises(UserError, match=r"model\.loss.*parallel runs must have the same"):
+        parallel_runs.fit([trainer(tmp_path, seed=i, name=f"r{i}") for i in range(2)], models, data())
+
+
+# Callbacks
+
+
+class Halves(Callback):
+    """Lowers the radius of its run."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def on_round_end(self, run: Run) -> None:
+        run.objective.ascent.rho *= self.factor  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+@pytest.mark.parametrize(("rhos", "factors"), [((0.4, 0.8), (0.5, 0.5)), ((0.4, 0.4), (0.5, 0.25))])
+def test_a_callbacks_setting_acts_on_its_run_among_parallel_ones(
+    rhos: Sequence[float], factors: Sequence[float], engine: Any, tmp_path: Path
+) -> None:
+    alone = [
+        fit(FedSAM(net(), rho=rho), tmp_path, Halves(factor), seed=i, engine=engine)
+        for i, (rho, factor) in enumerate(zip(rhos, factors, strict=True))
+    ]
+    trainers = [trainer(tmp_path, Halves(f), seed=i, name=f"r{i}", engine=engine) for i, f in enumerate(factors)]
+    together = parallel_runs.fit(trainers, [FedSAM(net(), rho=rho) for rho in rhos], data())
+    for one, other in zip(alone, together, strict=True):
+        assert torch.allclose(one.server.w, other.server.w, rtol=0, atol=1e-12)
+
+
+class Strengthens(Callback):
+    def on_round_end(self, run: Run) -> None:
+        run.objective.parts[0].mu = float(run.seed)  # type: ignore[attr-defined]
+
+
+class Pulls(Part):
+    mu: float
+
+    def __init__(self) -> None:
+        self.mu = 0.0
+
+
+def test_a_callback_that_changes_a_part_of_one_parallel_run_is_refused(tmp_path: Path) -> None:
+    trainers = [trainer(tmp_path, Strengthens(), seed=i, name=f"r{i}") for i in range(2)]
+    with pytest.raises(UserError, match=r"model\.parts\.0\.mu: runs of one program must have the same"):
+        parallel_runs.fit(trainers, [FedAvg(net(), parts=[Pulls()]) for _ in range(2)], data())
+
+
+class Stops(Callback):
+    def on_round_end(self, run: Run) -> None:
+        run.should_stop = run.rounds_done == 2
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_a_parallel_run_that_ends_first_keeps_its_model(engine: Any, tmp_path: Path) -> None:
+    trainers = [trainer(tmp_path, *[Stops()] * (not i), seed=i, name=f"r{i}", engine=engine) for i in range(2)]
+    models = [FedAvg(net()) for _ in range(2)]
+    for run, model in zip(parallel_runs.fit(trainers, models, data()), models, strict=True):
+        weights = torch.cat([p.detach().reshape(-1) for p in model.net.parameters()])
+        assert torch.equal(weights, run.global_model)
+
+
+class Counts(Callback):
+    def on_round_end(self, run: Run) -> None:
+        run.log({"client/steps": 0.0})
+
+
+def test_counters_of_the_trainer_cannot_be_logged(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"run\.log: client/steps is counted by the trainer; give your metric another"):
+        fit(FedAvg(net()), tmp_path, Counts())
+
+
+class Evaluates(Callback):
+    def on_local_end(self, run: Run, result: Any) -> None:
+        run.evaluate("test")
+
+
+def test_a_callback_that_evaluates_leaves_the_clients_statistics_in_the_net(tmp_path: Path) -> None:
+    found = []
+    for callbacks in ([], [Evaluates()]):
+        torch.manual_seed(0)
+        normed = nn.Sequential(nn.Linear(D, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES))
+        monitor = fl.FlatnessMonitor(every_n_rounds=1, metrics=[fl.ClientLambdaMax()])
+        model = FedAvg(normed, buffers="average", optimizer=fl.SGD(lr=0.2))
+        done = fit(model, tmp_path, *callbacks, monitor, of=data((20,) * 5, 8), max_rounds=2)
+        found.append(done.metrics["flatness/client_lambda_max_local"])
+    assert found[0] == found[1]
+
+
+class Relaxes(Callback):
+    def __init__(self, to: float) -> None:
+        self.to = to
+
+    def on_round_end(self, run: Run) -> None:
+        run.objective.relaxed_init = self.to
+
+
+def test_relaxed_initialization_may_end_in_a_run_and_not_begin(tmp_path: Path) -> None:
+    assert fit(FedAvg(net(), relaxed_init=0.1), tmp_path, Relaxes(0.0)).rounds_done == 4
+    with pytest.raises(UserError, match=r"model\.relaxed_init = 0\.2: was 0 when the model was made"):
+        fit(FedAvg(net()), tmp_path, Relaxes(0.2))
+
+
+def test_parallel_runs_have_one_precision(tmp_path: Path) -> None:
+    trainers = [trainer(tmp_path, seed=i, name=f"r{i}", precision=p) for i, p in enumerate(("64-true", "32-true"))]
+    with pytest.raises(UserError, match=r"trainer\.precision: parallel runs must have the same"):
+        parallel_runs.fit(trainers, [FedAvg(net()) for _ in range(2)], data())
