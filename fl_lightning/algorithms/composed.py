@@ -66,7 +66,7 @@ class Composed(Hooks):
 
     def local_settings(self) -> dict[str, Any]:
         """Returns the plain settings of local training, by dotted name as in a config."""
-        named = {"": self, "ascent": self.ascent, "optimizer": self.optimizer}
+        named: dict[str, Any] = {"": self, "ascent": self.ascent, "optimizer": self.optimizer}
         named |= {f"parts.{i}": part for i, part in enumerate(self.parts)}
         return {
             f"{path}.{name}".lstrip("."): v

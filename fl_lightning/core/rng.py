@@ -63,11 +63,13 @@ def _states(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
         values = values ^ np.uint32(constant)
         constant = constant * multiplier & 0xFFFFFFFF
         values = values * np.uint32(constant)
-        return values ^ (values >> np.uint32(16))
+        values ^= values >> np.uint32(16)
+        return values
 
     def mixed(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        values = np.uint32(0xCA01F9DD) * one - np.uint32(0x4973F715) * other
-        return values ^ (values >> np.uint32(16))
+        values: NDArray[np.uint32] = np.uint32(0xCA01F9DD) * one - np.uint32(0x4973F715) * other
+        values ^= values >> np.uint32(16)
+        return values
 
     zeros = np.zeros((4, words.shape[1]), np.uint32)
     pool = [hashed(word) for word in np.concatenate([words, zeros])[:4]]
@@ -79,7 +81,8 @@ def _states(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
         pool = [mixed(each, hashed(word)) for each in pool]
     constant = 0x8B51F9DD
     low, high = (hashed(each, 0x58F38DED).astype(np.uint64) for each in pool[:2])
-    return low | high << np.uint64(32)
+    states: NDArray[np.uint64] = low | high << np.uint64(32)
+    return states
 
 
 def numpy_generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
