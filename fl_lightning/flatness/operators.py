@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fl_lightning.core import ensure, grouped
+from fl_lightning.core import ensure, grouped, require
 from fl_lightning.flatness.functional import (
     Batches,
     Loss,
@@ -381,7 +381,13 @@ def layers(names: Iterable[str]) -> dict[str, list[str]]:
     Example:
         >>> layers(["0.weight", "0.bias", "2.weight", "scale"])
         {'0': ['0.weight', '0.bias'], '2': ['2.weight'], 'scale': ['scale']}
+
+    Raises:
+        UserError: If something else is given, such as a net.
     """
+    names = [*names] if isinstance(names, Iterable) else [names]
+    odd = [f"a {type(each).__name__}" for each in names if not isinstance(each, str)]
+    require(not odd, "names", ", ".join(odd[:3]), "give names, as net.named_parameters() has them")
     return grouped(
         (name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name, name) for name in names
     )

@@ -239,7 +239,8 @@ class Settings(Checked, key="trainer"):
         """
         self.launch()  # Fabric divides the cores among its processes
         with (
-            torch.enable_grad(),  # whatever the caller has chosen
+            torch.inference_mode(False),  # whatever the caller has chosen
+            torch.enable_grad(),
             cpu_threads(self.threads),
             collectives.lost_process(self.fabric),
             keep_freed_memory(self.fabric.device),

@@ -191,7 +191,7 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
             "--trainer.name.part a",
             "trainer.name.part = a: trainer.name has no settings of its own; give --trainer.name V",
         ),
-        ("--model.ascent=null --model.ascent.rho=1", "model.ascent.rho = 1: give its class first: --model.ascent SAM"),
+        ("--model.ascent=null --model.ascent.rho=1", "no such setting of this class (one of ASAM, LESAM, SAM, which "),
         ("--model.optimizer.help Adam", "model.optimizer.help = Adam: no such class; did you mean AdamW?"),
     ],
 )

@@ -53,12 +53,15 @@ def unknown_option(path: str, name: str, message: str) -> str:
     inside, given = above[:1] in (["model"], ["data"], ["trainer"]), ".".join([*above, leaf])
     near = [] if above else similar(leaf, PARTS, cutoff=0.8)
     near = near or meant(given)
+    kinds = [k for k in fitting_classes(".".join(above), ()) if leaf in setting_names(k)] if above[1:] else []
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     top = "" if inside or (near and not above) else "; settings stand under model, data and trainer"
     first = 1 + (above[:1] == ["trainer"])  # the trainer is no choice of classes
     chain = [f"--{'.'.join(above[:n])}.help=CLASS" for n in range(first, len(above) + 1) if inside]
     shown = f"`fl-lightning fit {' '.join(chain) or '--help=all'}` shows them"
     of = " of this class" if not hint and given in keys_of(leaf) else ""
+    if kinds:
+        of, hint = " of this class", f" (one of {', '.join(kinds[:3])}, which --{'.'.join(above)} names before it)"
     return f"{given}{f' = {value}' if value else ''}: no such setting{of}{hint}{top}; {shown}"
 
 
