@@ -11,6 +11,7 @@ from typing import Any, Literal
 from fl_lightning.core import (
     PositiveInt,
     UserError,
+    check_folder,
     checked,
     ensure,
     files,
@@ -61,6 +62,8 @@ def run(
                 several = sum(other.parent == folder.parent for other in found) > 1
                 say(f"added: {_add(folder, Path(given).resolve(), Path(into), several)}")
         return
+    if out is not None:
+        check_folder(Path(out).parent)
     found = [row for given in folders for row in ledger.rows(Path(given))]
     if action == "check":
         _check(random.sample(found, min(count, len(found))), settings, tolerance)
