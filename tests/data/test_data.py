@@ -489,6 +489,18 @@ def test_npz(tmp_path):
         Arrays(str(tmp_path / "none.npz")).setup()
 
 
+@pytest.mark.parametrize("name", ["users", "client_ids", "partition", "mask_train"])
+def test_arrays_beside_those_that_are_read(name, tmp_path):
+    arrays = {"x_train": XF, "y_train": Y, "x_test": XF + 1, "y_test": Y, name: np.arange(3), "classes": np.arange(2)}
+    np.savez(tmp_path / "data.npz", **arrays)
+    for key, array in arrays.items():
+        np.save(tmp_path / f"{key}.npy", array)
+    for path in (tmp_path / "data.npz", tmp_path):
+        with pytest.raises(UserError, match=rf"^data\.path = '{path}': {name} is not read; set data\.partition, "):
+            Arrays(str(path), num_clients=3).setup()
+        Arrays(str(path), num_clients=3, partition=IID()).setup()
+
+
 def test_client_arrays():
     parts = [(XF[:10], Y[:10]), (torch.from_numpy(XF[10:15]), Y[10:15]), (XF[15:], torch.from_numpy(Y[15:]))]
     data = Arrays(client_arrays=parts, test=(XF[:5], Y[:5]), batch_size=None)

@@ -511,3 +511,10 @@ def test_tf32(tf32: bool) -> None:
         assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is tf32
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+def test_nodes_that_nobody_starts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    trainer = FederatedTrainer(num_nodes=3, accelerator="cpu")
+    with pytest.raises(UserError, match=r"^trainer\.num_nodes = 3: no other node could join; start this command by "):
+        trainer.launch()
