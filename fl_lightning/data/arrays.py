@@ -45,7 +45,7 @@ class Arrays(FederatedDataModule):
     def __init__(
         self,
         path: Annotated[str | PathLike[str] | None, LATER] = None,
-        client_arrays: list[tuple[Any, Any]] | None = None,
+        client_arrays: Annotated[list[tuple[Any, Any]] | None, LATER] = None,
         test: tuple[Any, Any] | None = None,
         scale: Divisor = 255.0,
         **kwargs: Any,
@@ -63,10 +63,9 @@ class Arrays(FederatedDataModule):
         self.client_arrays, self.test = client_arrays, test
         if client_arrays is not None:
             ensure(test is not None, "test: missing; client_arrays need the central test set as (x, y)")
-            ensure(
-                all(len(pair) == 2 for pair in client_arrays),
-                "client_arrays: give a list of pairs (x, y), one for each client",
-            )
+            listed = isinstance(client_arrays, Sequence | np.ndarray)
+            pairs = listed and all(isinstance(each, Sequence | np.ndarray) and len(each) == 2 for each in client_arrays)
+            ensure(pairs, "client_arrays: give a list of pairs (x, y), one for each client")
             n, asked = len(client_arrays), kwargs.get("num_clients", len(client_arrays))
             ensure(asked == n, f"num_clients = {asked}: client_arrays has {n}; leave it out")
             ensure(kwargs.get("partition") is None, "partition: client_arrays is one; leave it out")

@@ -293,6 +293,8 @@ def nan_at(row):
         ((XF, Y[:, None], XF, Y), {}, r"y_train: shape \(60, 1\) is not \(N,\)"),
         ((XF.astype(complex), Y, XF, Y), {}, "x_train: dtype torch.complex128 is not supported"),
         ((np.array(["a"] * 60), Y, XF, Y), {}, "x_train: ndarray of <U1 is not a numeric array"),
+        ((torch.from_numpy(XF).to_sparse(), Y, XF, Y), {}, "x_train: a tensor that is sparse, "),
+        ((XF, torch.from_numpy(Y).to_sparse(), XF, Y), {}, "y_train: a tensor that is sparse, "),
         (
             (XF, Y, XF, Y),
             {"num_clients": 61},
@@ -521,6 +523,9 @@ def test_client_arrays():
     [
         ({}, "path: give either path .* or client_arrays"),
         ({"path": np.zeros(3)}, r"data.path = a ndarray: give an .npz file .*; arrays go by client_arrays=\[\(x, y\)"),
+        ({"client_arrays": [(X, Y, Y)], "test": (X, Y)}, "client_arrays: give a list of pairs"),
+        ({"client_arrays": [None], "test": (X, Y)}, "client_arrays: give a list of pairs"),
+        ({"client_arrays": 3, "test": (X, Y)}, "client_arrays: give a list of pairs"),
         ({"path": "a.npz", "client_arrays": []}, "path: give either path .* or client_arrays"),
         ({"client_arrays": [(XF, Y)]}, "test: missing; client_arrays need the central test set"),
         (
