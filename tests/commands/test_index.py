@@ -212,6 +212,13 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert line is not None and "line 1, column" in line and "string" not in line
 
 
+def test_a_key_of_a_file_is_named_in_full(tmp_path: Path) -> None:
+    net = "{class_path: DigitsMLP, init_args: {hidden: [1]}}"
+    (tmp_path / "a.yaml").write_text(f"model: {{class_path: FedAvg, init_args: {{net: {net}}}}}\ndata: Digits\n")
+    found = line_of(FederatedCLI, "fit", f"--config={tmp_path / 'a.yaml'}")
+    assert found == "model.net.hidden = [1]: expected a whole number"
+
+
 def test_config_after_settings() -> None:
     found = line_of(FederatedCLI, "fit", "--data.partition.alpha=0.1", "--config=quickstart")
     assert found is not None and "--config, if there is one, goes first" in found

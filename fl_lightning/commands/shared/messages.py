@@ -18,6 +18,7 @@ from fl_lightning.commands.shared.unknown import (
     first_of,
     given_value,
     import_problem,
+    keys_above,
     unknown_class,
     unknown_of,
     unknown_option,
@@ -95,6 +96,8 @@ class _Refusal:
     @cached_property
     def path(self) -> str:
         """The key as it was given, or deeper within a value."""
+        if len(self.keys) == 2 and (above := keys_above(given_value(self.message), self.keys[1])):  # from a file
+            return ".".join([self.keys[0], *above, self.keys[1]])
         nested = [".".join([*self.keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", self.message)]
         return max([self.above, *nested], key=lambda key: key.count("."))
 

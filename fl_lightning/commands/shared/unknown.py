@@ -46,7 +46,7 @@ def unknown_option(path: str, name: str, message: str) -> str:
     value = first_of(rf"'{re.escape(leaf)}': ([^,}}]+)", message) or first_of(r"val='([^']*)'", message)
     if nested := re.findall(r"NestedArg\(key='([^']+)'", message):  # from the command line; the outermost is the last
         above = [*(above[:1] if "." in nested[-1] else above), *nested[-1].split(".")[:-1]]
-    elif (inner := _find(given_value(message), leaf)) is not None:  # from a file
+    elif (inner := keys_above(given_value(message), leaf)) is not None:  # from a file
         above = [*first_of(r'Parser key "([^"]+)', message).split("."), *inner]
     if above[:1] == ["parameters"] or [*above, leaf] in (["program"], ["method"]):
         return f"{above[0] if above else leaf}: a sweep's file is no config; give it to `fl-lightning sweep`"
@@ -165,7 +165,7 @@ def given_value(message: str) -> Any:
         return None
 
 
-def _find(tree: Any, name: str) -> list[str] | None:
+def keys_above(tree: Any, name: str) -> list[str] | None:
     """Returns the keys that lead to ``name`` in a mapping."""
     trees: list[tuple[list[str], Any]] = [([], tree)]
     for path, tree in trees:
