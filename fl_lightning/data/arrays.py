@@ -63,14 +63,15 @@ class Arrays(FederatedDataModule):
         self.client_arrays, self.test = client_arrays, test
         if client_arrays is not None:
             ensure(test is not None, "test: missing; client_arrays need the central test set as (x, y)")
-            listed = isinstance(client_arrays, Sequence | np.ndarray)
-            pairs = listed and all(isinstance(each, Sequence | np.ndarray) and len(each) == 2 for each in client_arrays)
+            given: Any = client_arrays
+            kinds = (Sequence, np.ndarray)
+            pairs = isinstance(given, kinds) and all(isinstance(each, kinds) and len(each) == 2 for each in given)
             ensure(pairs, "client_arrays: give a list of pairs (x, y), one for each client")
             n, asked = len(client_arrays), kwargs.get("num_clients", len(client_arrays))
             ensure(asked == n, f"num_clients = {asked}: client_arrays has {n}; leave it out")
             ensure(kwargs.get("partition") is None, "partition: client_arrays is one; leave it out")
-            given = Given.consecutive(len(y) for _, y in client_arrays)
-            kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": given}
+            partition = Given.consecutive(len(y) for _, y in client_arrays)
+            kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": partition}
         super().__init__(**kwargs)
 
     def load(self) -> tuple[Any, Any, Any, Any]:

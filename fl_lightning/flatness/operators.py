@@ -385,11 +385,12 @@ def layers(names: Iterable[str]) -> dict[str, list[str]]:
     Raises:
         UserError: If something else is given, such as a net.
     """
-    names = [*names] if isinstance(names, Iterable) else [names]
-    odd = [f"a {type(each).__name__}" for each in names if not isinstance(each, str)]
+    given: Any = names
+    listed: list[Any] = [*given] if isinstance(given, Iterable) else [given]
+    odd = [f"a {type(each).__name__}" for each in listed if not isinstance(each, str)]
     require(not odd, "names", ", ".join(odd[:3]), "give names, as net.named_parameters() has them")
     return grouped(
-        (name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name, name) for name in names
+        (name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name, name) for name in listed
     )
 
 
