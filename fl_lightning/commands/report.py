@@ -65,10 +65,10 @@ def run(
     folder = page.with_suffix("") if out.endswith(".html") else page.parent
     check_folder(folder)
     groups = compare(runs, target, last, metric, reference, mode)
-    for folder in (folder for group in groups for folder in group.folders):
+    for each in (each for group in groups for each in group.folders):
         ensure(
-            not any(is_private(read_config(path)) for path in config_files(folder).values()),
-            f"runs = {folder}: a run under trainer.privacy, whose losses and clients are not private; leave it out: "
+            not any(is_private(read_config(path)) for path in config_files(each).values()),
+            f"runs = {each}: a run under trainer.privacy, whose losses and clients are not private; leave it out: "
             "fl-lightning compare shows it here",
         )
     shown = columns(groups, None if reference is None else of_run(groups, reference))
