@@ -128,6 +128,16 @@ def test_a_number_out_of_its_range_is_refused_in_the_same_words(slip: str) -> No
     check_early(*args, "--config=quickstart")  # which gives it anew
 
 
+@pytest.mark.parametrize(
+    "text", ["model:\n\ta: 1", "a: {b", "a: 1\na: 2", "a: *b", "a: 1\n---\na: 2", "a: &b [*b]", "a: \0"]
+)
+def test_a_config_that_is_no_yaml_is_refused_in_the_same_words(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    args = ["fit", f"--config={tmp_path / 'a.yaml'}"]
+    found = line_of(check_early, *args)
+    assert found is not None and found == line_of(FederatedCLI, *args)
+
+
 @pytest.mark.parametrize("value", ["max_rounds 1e3", "max_rounds 3.0", "max_rounds 0 --trainer.max_rounds 1", "tf32"])
 def test_a_right_value_passes(value: str) -> None:
     check_early("fit", "--config=quickstart", *shlex.split(f"--trainer.{value}"))

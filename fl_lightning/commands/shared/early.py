@@ -8,17 +8,21 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from fl_lightning.commands.shared.arguments import PARTS, prepare, whole_numbers
+from fl_lightning.commands.shared.arguments import PARTS, prepare, settings_in, whole_numbers
 from fl_lightning.commands.shared.index import entry, fitting_classes, index, named_classes, options_of
 from fl_lightning.commands.shared.parser import Parser
 from fl_lightning.commands.shared.unknown import FOREIGN, ArgumentsError
 from fl_lightning.core.options import Interval, check_values
-from fl_lightning.results.yaml_text import load_yaml
+from fl_lightning.results.yaml_text import NoValueError, load_yaml
 
 DOTTED = re.compile(r"(?<![\w./])(?!fl_lightning\.)[A-Za-z_]\w*\.[A-Za-z_]")
 """Is found in the dotted path of a class that is not the package's; its module may define further classes."""
 BY_PARSER = re.compile(r"class_path|init_args|dict_kwargs|\.help$|^(trainer|h|help)$")
 """Is found in the name of an option that only the parser understands."""
+BY_PARSER_ALONE = (
+    OSError, ValueError, AttributeError, RecursionError, NoValueError, yaml.constructor.ConstructorError
+)  # fmt: skip
+"""Errors of a config that another loader may read, or that the parser explains."""
 
 
 def check_early(command: str, *args: str) -> None:
@@ -30,8 +34,8 @@ def check_early(command: str, *args: str) -> None:
 
     Raises:
         UserError: If there is no such config, or a number is out of its range.
-        ArgumentsError: If there is no such class or setting, or a value is not of its type; the message is in the
-            parser's words.
+        ArgumentsError: If a config is no YAML, there is no such class or setting, or a value is not of its type; the
+            message is in the parser's words.
     """
     known, options = entry(command), options_of(command)
     if not known["complete"]:
@@ -45,10 +49,12 @@ def check_early(command: str, *args: str) -> None:
         if name == "config":
             try:
                 text = re.sub(r"#.*", "", Path(value).read_text(encoding="utf-8"))
-                chosen = _renamed(chosen, named_classes(load_yaml(text)))
+                chosen = _renamed(chosen, named_classes(settings_in(Path(value))))
                 values.clear()  # the config may have others
-            except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
+            except BY_PARSER_ALONE:
                 return
+            except yaml.YAMLError as error:
+                raise ArgumentsError(f"Problems parsing config: {error}") from None
         else:
             text = value
         if DOTTED.search(text) or BY_PARSER.search(name) or re.match("-[^-]", arg):
