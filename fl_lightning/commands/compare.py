@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from rich.markup import escape
 
 from fl_lightning.commands.shared.output import console, short_path, show_table
-from fl_lightning.core import figure_files, make_folder, write_together
+from fl_lightning.core import check_folder, figure_files, make_folder, write_together
 from fl_lightning.results import curve_files, filled, say, varied
 from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.table import TABLES, Markup, cell, columns, label, names, table_files
@@ -43,6 +43,8 @@ def run(
         out: Folder for compare.csv, compare.tex, and curves as PDF, PNG and CSV, and the pivot with its
             heat map, importances with parallel coordinates; null: only the table is printed.
     """
+    if out is not None:
+        check_folder(out)
     groups = compare(runs, target, last, metric, reference, mode)
     shown = columns(groups, None if reference is None else of_run(groups, reference))
     keys = [*map(escape, names(groups))]

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.commands.shared.output import show_table
-from fl_lightning.core import make_folder, save_figure
+from fl_lightning.core import check_folder, make_folder, save_figure
 from fl_lightning.data.histogram import class_counts, count_table, heat_map, histogram
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.results import filled, say, write_table
@@ -24,6 +24,8 @@ def run(data: FederatedDataModule, out: str | None = None) -> None:
     Raises:
         UserError: If the data are faulty or cannot be divided, or the folder cannot be created.
     """
+    if out is not None:
+        check_folder(out)
     data.prepare_data()
     data.setup()
     counts = class_counts(data)

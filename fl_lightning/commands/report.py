@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fl_lightning.commands.compare import say_left_out
-from fl_lightning.core import Figure, drawing, ensure, figure_files, make_folder, write_together
+from fl_lightning.core import Figure, check_folder, drawing, ensure, figure_files, make_folder, write_together
 from fl_lightning.data.histogram import Histogram, heat_map
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results import (
@@ -61,17 +61,18 @@ def run(
         out: A folder for report.html, the tables and the curves; or the page's own name, such as mine.html, with the
             folder mine/ beside it for the others.
     """
+    page = Path(out) if out.endswith(".html") else Path(out) / "report.html"
+    folder = page.with_suffix("") if out.endswith(".html") else page.parent
+    check_folder(folder)
     groups = compare(runs, target, last, metric, reference, mode)
-    for folder in (folder for group in groups for folder in group.folders):
+    for each in (each for group in groups for each in group.folders):
         ensure(
-            not any(is_private(read_config(path)) for path in config_files(folder).values()),
-            f"runs = {folder}: a run under trainer.privacy, whose losses and clients are not private; leave it out: "
+            not any(is_private(read_config(path)) for path in config_files(each).values()),
+            f"runs = {each}: a run under trainer.privacy, whose losses and clients are not private; leave it out: "
             "fl-lightning compare shows it here",
         )
     shown = columns(groups, None if reference is None else of_run(groups, reference))
     files = [(group, read_group(group)) for group in groups]
-    page = Path(out) if out.endswith(".html") else Path(out) / "report.html"
-    folder = page.with_suffix("") if out.endswith(".html") else page.parent
     settings = tried(groups)
     sweep = settings if len(settings.settings) > 2 and len(settings.values) >= LEAST else None
     with drawing():

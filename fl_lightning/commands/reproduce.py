@@ -26,7 +26,7 @@ from fl_lightning.commands.shared.prediction import (
     row_bytes,
 )
 from fl_lightning.commands.shared.trials import build, check, complain
-from fl_lightning.core import Interval, PositiveInt, UserError, checked, ensure, make_folder
+from fl_lightning.core import Interval, PositiveInt, UserError, check_folder, checked, ensure, make_folder
 from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.reproduction import (
@@ -214,6 +214,8 @@ def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> 
 
 def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Outcome]]:
     """Makes the runs of tasks that are missing, after an estimate; a dry run shows them and makes none."""
+    if not how.dry_run:
+        check_folder(folder)
     planned = []
     for each in _plan(asked, how) if asked else ():
         planned.append(each)

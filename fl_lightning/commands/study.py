@@ -9,6 +9,7 @@ from fl_lightning.commands.shared.output import short_path
 from fl_lightning.core import (
     PositiveInt,
     UserError,
+    check_folder,
     checked,
     ensure,
     make_folder,
@@ -53,6 +54,8 @@ def run(
         out: For page and claims: the file, beside which its figure lies; null: the page is printed. For extract and
             run: the folder; null: in runs.
     """
+    if out is not None:
+        check_folder(Path(out) if action in ("extract", "run") else Path(out).parent)
     if action == "run":
         from fl_lightning.commands.shared import trials
         from fl_lightning.studies.study import Study

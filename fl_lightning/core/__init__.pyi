@@ -29,6 +29,7 @@ from .figures import scale_axis as scale_axis
 from .figures import style as style
 from .figures import wrapped as wrapped
 from .files import FROZEN as FROZEN
+from .files import check_folder as check_folder
 from .files import disk_error as disk_error
 from .files import json_text as json_text
 from .files import json_values as json_values

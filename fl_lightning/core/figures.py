@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
-from fl_lightning.core.errors import UserError
+from fl_lightning.core.errors import UserError, require
 from fl_lightning.core.files import write_together
 
 if TYPE_CHECKING:
@@ -220,8 +220,9 @@ def save_figure(figure: Figure, path: str | Path) -> list[Path]:
         The two files.
 
     Raises:
-        UserError: If its numbers cannot be drawn, or a file cannot be written.
+        UserError: If it is no figure, its numbers cannot be drawn, or a file cannot be written.
     """
+    require(hasattr(figure, "savefig"), "figure", f"a {type(figure).__name__}", "give a Figure of matplotlib")
     path = Path(path)
     files = {path.parent / name: content for name, content in figure_files(figure, path.name).items()}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -109,9 +109,29 @@ def make_folder(path: str | Path, key: str = "out") -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RecursionError) as error:  # Path.mkdir calls itself for each folder above
-        why = getattr(error, "strerror", "too many levels")
-        raise UserError(f"{key} = {path}: cannot create this folder ({why}); choose another one") from None
+        raise _no_folder(path, key, getattr(error, "strerror", "too many levels")) from None
     return folder
+
+
+def check_folder(path: str | Path, key: str = "out") -> None:
+    """Refuses a folder that cannot be created, or written in, before what takes long; it creates nothing.
+
+    Args:
+        path: The folder.
+        key: The setting that names another one.
+
+    Raises:
+        UserError: If a file stands in its way, or its permissions do not allow it.
+    """
+    there = next(above for above in (Path(path), *Path(path).parents) if os.path.lexists(above))
+    if not there.is_dir():
+        raise _no_folder(path, key, os.strerror(errno.EEXIST if there == Path(path) else errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _no_folder(path, key, os.strerror(errno.EACCES))
+
+
+def _no_folder(path: str | Path, key: str, why: str) -> UserError:
+    return UserError(f"{key} = {path}: cannot create this folder ({why}); choose another one")
 
 
 def write_together(files: Mapping[Path, str | bytes]) -> None:

@@ -156,15 +156,29 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
         _refuse_second(error, key, kwargs)
         names = ", ".join([*parameters][1:])
         raise UserError(f"{function.__qualname__}({names}): {error}; give each argument once, by its name") from None
+    check_values(key, given, hints)
+    for name, parameter in parameters.items():
+        if name not in given and parameter.default is parameter.empty and parameter.kind not in SEVERAL:
+            words = _words(hints[name]).rstrip(",") + _such_as(name, hints[name]) if name in hints else "a value"
+            raise UserError(f"{key}.{name}".lstrip(".") + f": missing; give {words}")
+
+
+def check_values(key: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Checks values against annotations.
+
+    Args:
+        key: The key above them in a config; empty if there is none.
+        given: The values by name.
+        hints: The annotations by name; a value without one is not checked.
+
+    Raises:
+        UserError: If one does not fit.
+    """
     for name, value in given.items():
         if name in hints and not fits(value, hints[name]):
             words = _words(hints[name])
             shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
             require(False, f"{key}.{name}".lstrip("."), shown, f"give {_remedy(name, value, hints)}")
-    for name, parameter in parameters.items():
-        if name not in given and parameter.default is parameter.empty and parameter.kind not in SEVERAL:
-            words = _words(hints[name]).rstrip(",") + _such_as(name, hints[name]) if name in hints else "a value"
-            raise UserError(f"{key}.{name}".lstrip(".") + f": missing; give {words}")
 
 
 def _remedy(name: str, value: Any, hints: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Data from Python: arrays and data sets of PyTorch; .npz and .npy files; scikit-learn's digits."""
 
+import re
 import zipfile
 from collections.abc import Mapping, Sequence, Sized
 from os import PathLike
@@ -28,7 +29,8 @@ class Arrays(FederatedDataModule):
 
     Args:
         path: File with ``x_train, y_train, x_test, y_test``, or folder with ``x_train.npy`` and so on, which ``stream``
-            maps into memory; images may be NHWC or NCHW. Arrays ``x_train.image, x_train.table`` and likewise
+            maps into memory; images may be NHWC or NCHW. An array of users, clients or a mask beside them is refused,
+            unless ``partition`` is set: no other array is read. Arrays ``x_train.image, x_train.table`` and likewise
             ``x_test.image, x_test.table`` make samples with several named inputs, which the net gets as a dict.
         client_arrays: From Python, each client's ``(x, y)``, which sets the partition and the number of clients; x is
             an array or a nested dict of arrays.
@@ -43,7 +45,7 @@ class Arrays(FederatedDataModule):
     def __init__(
         self,
         path: Annotated[str | PathLike[str] | None, LATER] = None,
-        client_arrays: list[tuple[Any, Any]] | None = None,
+        client_arrays: Annotated[list[tuple[Any, Any]] | None, LATER] = None,
         test: tuple[Any, Any] | None = None,
         scale: Divisor = 255.0,
         **kwargs: Any,
@@ -61,21 +63,27 @@ class Arrays(FederatedDataModule):
         self.client_arrays, self.test = client_arrays, test
         if client_arrays is not None:
             ensure(test is not None, "test: missing; client_arrays need the central test set as (x, y)")
-            ensure(
-                all(len(pair) == 2 for pair in client_arrays),
-                "client_arrays: give a list of pairs (x, y), one for each client",
-            )
+            given: Any = client_arrays
+            kinds = (Sequence, np.ndarray)
+            pairs = isinstance(given, kinds) and all(isinstance(each, kinds) and len(each) == 2 for each in given)
+            ensure(pairs, "client_arrays: give a list of pairs (x, y), one for each client")
             n, asked = len(client_arrays), kwargs.get("num_clients", len(client_arrays))
             ensure(asked == n, f"num_clients = {asked}: client_arrays has {n}; leave it out")
             ensure(kwargs.get("partition") is None, "partition: client_arrays is one; leave it out")
-            given = Given.consecutive(len(y) for _, y in client_arrays)
-            kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": given}
+            partition = Given.consecutive(len(y) for _, y in client_arrays)
+            kwargs = {**kwargs, "num_clients": len(client_arrays), "partition": partition}
         super().__init__(**kwargs)
 
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
         if self.path is not None:
-            arrays, suffix = _read(Path(self.path), "r" if self.stream else None)
+            arrays, suffix, others = _read(Path(self.path), "r" if self.stream else None)
+            whose = [name for name in others if re.search("user|client|partition|mask", name, re.IGNORECASE)]
+            ensure(
+                not whose or self.partition is not self._default,
+                f"data.path = '{self.path}': {', '.join(whose)} is not read; set data.partition, such as Natural with "
+                "its users, or leave this array out",
+            )
             x_train, y_train, x_test, y_test = (nested(arrays, key) for key in KEYS)
             four = [*zip(KEYS, (x_train, y_train, x_test, y_test), strict=True)]
             missing = [key for key, part in four if not (isinstance(part, Mapping) or np.ndim(part)) or not len(part)]
@@ -106,20 +114,26 @@ class Arrays(FederatedDataModule):
         )
 
 
-def _read(path: Path, mode: Any) -> tuple[dict[str, Any], str]:
-    """Returns the arrays of an .npz file, or of a folder's .npy files, by name, and the suffix of such names."""
+def _read(path: Path, mode: Any) -> tuple[dict[str, Any], str, list[str]]:
+    """Returns arrays of an .npz file or a folder's .npy files by name, the suffix of names, and those of the others."""
     try:
         if path.is_dir():
-            files = [file for file in path.glob("*.npy") if file.stem.partition(".")[0] in KEYS]
-            return {file.stem: np.load(file, mmap_mode=mode) for file in files}, ".npy"
+            files = {file.stem: file for file in sorted(path.glob("*.npy"))}
+            read = {name: np.load(file, mmap_mode=mode) for name, file in files.items() if _is_read(name)}
+            return read, ".npy", [*files.keys() - read.keys()]
         with np.load(path) as file:
-            return {name: file[name] for name in file if name.partition(".")[0] in KEYS}, ""
+            read = {name: file[name] for name in file if _is_read(name)}
+            return read, "", [*set(file) - read.keys()]
     except FileNotFoundError:
         raise UserError(f"data.path = '{path}': no such file; give an .npz file with {', '.join(KEYS)}") from None
     except (OSError, ValueError, EOFError, TypeError, MemoryError, zipfile.BadZipFile) as error:
         kind, them = ("has no readable .npy files", "them") if path.is_dir() else ("is not a readable .npz file", "it")
         again = f"write {them} again with np.{'save' if path.is_dir() else 'savez'}"
         raise UserError(f"data.path = '{path}' {kind} ({error}); {again}") from None
+
+
+def _is_read(name: str) -> bool:
+    return name.partition(".")[0] in KEYS
 
 
 class FromDataset(FederatedDataModule):

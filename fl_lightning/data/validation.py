@@ -88,11 +88,13 @@ def numeric(name: str, array: Any) -> Tensor:
     """Converts an array to a tensor on the CPU.
 
     Raises:
-        UserError: If it holds no numbers.
+        UserError: If it holds no numbers, or is no dense tensor.
     """
+    if isinstance(array, Tensor):
+        dense = array.layout == torch.strided and not array.is_quantized and not array.is_meta
+        ensure(dense, f"{name}: a tensor that is sparse, quantized or without values; make it dense first")
+        return array.detach().cpu()
     try:
-        if isinstance(array, Tensor):
-            return array.detach().cpu()
         found = np.ascontiguousarray(array)
         return torch.from_numpy(found.astype(found.dtype.newbyteorder("="), copy=False))
     except (TypeError, ValueError):

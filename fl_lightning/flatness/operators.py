@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fl_lightning.core import ensure, grouped
+from fl_lightning.core import ensure, grouped, require
 from fl_lightning.flatness.functional import (
     Batches,
     Loss,
@@ -381,9 +381,16 @@ def layers(names: Iterable[str]) -> dict[str, list[str]]:
     Example:
         >>> layers(["0.weight", "0.bias", "2.weight", "scale"])
         {'0': ['0.weight', '0.bias'], '2': ['2.weight'], 'scale': ['scale']}
+
+    Raises:
+        UserError: If something else is given, such as a net.
     """
+    given: Any = names
+    listed: list[Any] = [*given] if isinstance(given, Iterable) else [given]
+    odd = [f"a {type(each).__name__}" for each in listed if not isinstance(each, str)]
+    require(not odd, "names", ", ".join(odd[:3]), "give names, as net.named_parameters() has them")
     return grouped(
-        (name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name, name) for name in names
+        (name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name, name) for name in listed
     )
 
 

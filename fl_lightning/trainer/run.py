@@ -196,12 +196,12 @@ class Run:
         data.setup("fit")
         data.to(self.fabric.device)
         named = (*objective.net.named_parameters(), *objective.net.named_buffers())
-        meta = ", ".join([name for name, value in named if value.is_meta][:3])
-        ensure(
-            not meta,
-            f"model.net = {type(objective.net).__name__}: {meta} on the meta device, without values; make it on the "
-            "CPU, or fill it by to_empty(device='cpu') and load_state_dict",
-        )
+        remedy = "make it on the CPU, or fill it by to_empty(device='cpu') and load_state_dict"
+        for odd, what in (
+            ([name for name, value in named if value.is_meta], f"on the meta device, without values; {remedy}"),
+            ([name for name, value in named if value.is_inference()], "of torch.inference_mode(); make it outside"),
+        ):
+            ensure(not odd, f"model.net = {type(objective.net).__name__}: {', '.join(odd[:3])} {what}")
         objective.to(device=self.fabric.device, dtype=self.dtype)
         self.net, frozen = FlatNet(objective.net), constants(objective.net)
         # every process gets the values of rank 0, through the CPU: what is broadcast keeps the device of rank 0

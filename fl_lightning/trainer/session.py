@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from fl_lightning.core import UserError, disk_error
+from fl_lightning.core import UserError, disk_error, folded
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import on_rank_zero, undisturbed
@@ -61,7 +61,8 @@ def _restore_callbacks(run: Run) -> None:
                 callback.load_state_dict(states[key])
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise UserError(
-                    f"ckpt_path = {run.checkpoint}: its state of {key} is not one ({error!r}); take another"
+                    f"ckpt_path = {run.checkpoint}: its state of {key} is not one ({folded(repr(error), 120)}); "
+                    "take another"
                 ) from None
 
 

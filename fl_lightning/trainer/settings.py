@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from fl_lightning.core import (
     Checked,
@@ -216,6 +217,11 @@ class Settings(Checked, key="trainer"):
         """Starts the processes, at the first call."""
         if not self._launched:
             environment = getattr(self.fabric.strategy, "cluster_environment", None)
+            ensure(
+                self._nodes == 1 or type(environment) is not LightningEnvironment or "MASTER_PORT" in os.environ,
+                f"trainer.num_nodes = {self._nodes}: no other node could join; start this command by torchrun or srun "
+                "on each, or set MASTER_ADDR, MASTER_PORT and NODE_RANK there, or set num_nodes to 1",
+            )
             if self._nodes > 1 and environment is not None:
                 interface.choose(environment.main_address)
             names = ", ".join(("MASTER_ADDR", *interface.VARIABLES))
@@ -239,7 +245,8 @@ class Settings(Checked, key="trainer"):
         """
         self.launch()  # Fabric divides the cores among its processes
         with (
-            torch.enable_grad(),  # whatever the caller has chosen
+            torch.inference_mode(False),  # whatever the caller has chosen
+            torch.enable_grad(),
             cpu_threads(self.threads),
             collectives.lost_process(self.fabric),
             keep_freed_memory(self.fabric.device),

@@ -18,7 +18,6 @@ from fl_lightning.commands.shared.early import check_early
 from fl_lightning.commands.shared.index import FILE, help_of, index, keys_of
 from fl_lightning.commands.shared.messages import explain
 from fl_lightning.commands.shared.unknown import ArgumentsError
-from fl_lightning.core import UserError
 
 
 @pytest.mark.slow
@@ -45,7 +44,7 @@ def test_help_has_every_option() -> None:
 def line_of(function: object, *args: str) -> str | None:
     try:
         function(*args)  # type: ignore[operator]
-    except (UserError, ArgumentsError) as error:
+    except (ArgumentsError, ValueError) as error:
         return explain(error)
     return None
 
@@ -93,6 +92,12 @@ mine.yaml
 --config nosuch
 --config quickstrat
 --config configs/nosuch.yaml
+--config quickstart --trainer.max_rounds abc
+--config quickstart --trainer.engine batchd
+--config quickstart --trainer.tf32 maybe
+--config quickstart --model.rho 0,1
+--config quickstart --model.optimizer.lr abc
+--config quickstart --data.partition Dirichlet --data.partition.alpha abc
 """.strip().splitlines()
 
 
@@ -102,6 +107,40 @@ def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
     args = ["fit", *shlex.split(slip)]
     found = line_of(check_early, *args)
     assert found is not None and found == line_of(FederatedCLI, *args)
+
+
+@pytest.mark.sampled(quick=3)
+@pytest.mark.parametrize(
+    "slip",
+    [
+        "--trainer.max_rounds 0",
+        "--trainer.seed -1",
+        "--model.rho .inf",
+        "--model.optimizer.lr -0.1",
+        "--data.num_clients 0",
+        "--data.partition.alpha -1",
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_in_the_same_words(slip: str) -> None:
+    args = ["fit", "--config=quickstart", *shlex.split(slip)]
+    found = line_of(check_early, *args)
+    assert found is not None and found == line_of(lambda: FederatedCLI(*args).build())
+    check_early(*args, "--config=quickstart")  # which gives it anew
+
+
+@pytest.mark.parametrize(
+    "text", ["model:\n\ta: 1", "a: {b", "a: 1\na: 2", "a: *b", "a: 1\n---\na: 2", "a: &b [*b]", "a: \0"]
+)
+def test_a_config_that_is_no_yaml_is_refused_in_the_same_words(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    args = ["fit", f"--config={tmp_path / 'a.yaml'}"]
+    found = line_of(check_early, *args)
+    assert found is not None and found == line_of(FederatedCLI, *args)
+
+
+@pytest.mark.parametrize("value", ["max_rounds 1e3", "max_rounds 3.0", "max_rounds 0 --trainer.max_rounds 1", "tf32"])
+def test_a_right_value_passes(value: str) -> None:
+    check_early("fit", "--config=quickstart", *shlex.split(f"--trainer.{value}"))
 
 
 @pytest.mark.parametrize(
@@ -154,6 +193,15 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
         ("--model.help FedSamm", "model.help = FedSamm: no such class; did you mean FedSAM, "),
         ("--trainer.faults 0.5", "trainer.faults = 0.5: no such class; choose from Faults. A class of your own"),
         ("--model.metrics acc", "model.metrics = acc: expected a list; give [acc], or --model.metrics+=acc"),
+        (
+            "--data=HuggingFace --data.inputs=a --data.dataset.path=b",
+            "data.dataset has no settings of its own; give --da",
+        ),
+        (
+            "--trainer.name.part a",
+            "trainer.name.part = a: trainer.name has no settings of its own; give --trainer.name V",
+        ),
+        ("--model.ascent=null --model.ascent.rho=1", "no such setting of this class (one of ASAM, LESAM, SAM, which "),
         ("--model.optimizer.help Adam", "model.optimizer.help = Adam: no such class; did you mean AdamW?"),
     ],
 )
@@ -172,6 +220,13 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         FederatedCLI("fit", "--config=half.yaml")
     line = explain(error.value, ["half.yaml"])
     assert line is not None and "line 1, column" in line and "string" not in line
+
+
+def test_a_key_of_a_file_is_named_in_full(tmp_path: Path) -> None:
+    net = "{class_path: DigitsMLP, init_args: {hidden: [1]}}"
+    (tmp_path / "a.yaml").write_text(f"model: {{class_path: FedAvg, init_args: {{net: {net}}}}}\ndata: Digits\n")
+    found = line_of(FederatedCLI, "fit", f"--config={tmp_path / 'a.yaml'}")
+    assert found == "model.net.hidden = [1]: expected a whole number"
 
 
 def test_config_after_settings() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from fl_lightning.commands.shared.landscapes import labels_of, number_of
+from fl_lightning.core import UserError, check_folder
 from tests.runs import cli, run
 
 
@@ -78,9 +80,28 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(
     for args in (
         ["flatness", f"--ckpt_path={last}", f"--out={out}"],
         ["interpolate", str(last), str(last), f"--out={out}"],
+        ["compare", str(last.parents[1]), f"--out={out}"],
+        ["report", str(last.parents[1]), f"--out={out}"],
+        ["data", "--data=Digits", f"--out={out}"],
+        ["reproduce", "fedgloss", "3", f"--out={out}"],
     ):
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
             cli(*args)
-        assert capsys.readouterr().out == ""
+        assert capsys.readouterr().out.removeprefix("known: 66 of 66 cells\n") == ""
         assert exit.value.code == f"error: out = {out}: cannot create this folder (Not a directory); choose another one"
+
+
+def test_a_folder_without_permission_is_refused_and_none_is_made(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    check_folder(tmp_path / "new" / "folder")
+    if (child := os.fork()) == 0:
+        if os.geteuid() == 0:  # who may write everywhere
+            os.setuid(65534)
+        try:
+            check_folder(tmp_path / "closed" / "folder")
+        except UserError as error:
+            os._exit("cannot create this folder (Permission denied); choose another one" in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert [*tmp_path.iterdir()] == [tmp_path / "closed"]

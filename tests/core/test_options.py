@@ -22,6 +22,7 @@ import fl_lightning
 import fl_lightning.commands.shared.cli  # every class of the package is defined then
 from fl_lightning import SAM, SGD, Checkpoints, Digits, DigitsMLP, Dirichlet, FedAvg, FederatedTrainer, UserError
 from fl_lightning.commands.shared.early import check_early
+from fl_lightning.commands.shared.unknown import ArgumentsError
 from fl_lightning.core import LATER, Checked, Interval, NonNegative
 from fl_lightning.results.yaml_text import load_yaml
 from tests.runs import cli
@@ -189,7 +190,8 @@ def test_yaml_is_checked_before_anything_reads_it(deep: bool, tmp_path: Path) ->
     )
     bomb = f"a0: &a0 {{class_path: X}}\n{nets}model: {{class_path: FedAvg, init_args: *a11}}\n"
     (path := tmp_path / "bomb.yaml").write_text(f"model: {'{a: ' * 3000}1{'}' * 3000}" if deep else bomb)
-    check_early("fit", "--config", str(path))  # leaves it to the parser
+    with pytest.raises(ArgumentsError, match=r"^Problems parsing config: line \d: (nested deeper|unfolds)"):
+        check_early("fit", "--config", str(path))
     with pytest.raises(SystemExit, match=r"error: config = .*: line \d: (nested deeper|unfolds)"):
         cli("fit", "--config", str(path))
 

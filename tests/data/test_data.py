@@ -293,6 +293,8 @@ def nan_at(row):
         ((XF, Y[:, None], XF, Y), {}, r"y_train: shape \(60, 1\) is not \(N,\)"),
         ((XF.astype(complex), Y, XF, Y), {}, "x_train: dtype torch.complex128 is not supported"),
         ((np.array(["a"] * 60), Y, XF, Y), {}, "x_train: ndarray of <U1 is not a numeric array"),
+        ((torch.from_numpy(XF).to_sparse(), Y, XF, Y), {}, "x_train: a tensor that is sparse, "),
+        ((XF, torch.from_numpy(Y).to_sparse(), XF, Y), {}, "y_train: a tensor that is sparse, "),
         (
             (XF, Y, XF, Y),
             {"num_clients": 61},
@@ -489,6 +491,18 @@ def test_npz(tmp_path):
         Arrays(str(tmp_path / "none.npz")).setup()
 
 
+@pytest.mark.parametrize("name", ["users", "client_ids", "partition", "mask_train"])
+def test_arrays_beside_those_that_are_read(name, tmp_path):
+    arrays = {"x_train": XF, "y_train": Y, "x_test": XF + 1, "y_test": Y, name: np.arange(3), "classes": np.arange(2)}
+    np.savez(tmp_path / "data.npz", **arrays)
+    for key, array in arrays.items():
+        np.save(tmp_path / f"{key}.npy", array)
+    for path in (tmp_path / "data.npz", tmp_path):
+        with pytest.raises(UserError, match=rf"^data\.path = '{path}': {name} is not read; set data\.partition, "):
+            Arrays(str(path), num_clients=3).setup()
+        Arrays(str(path), num_clients=3, partition=IID()).setup()
+
+
 def test_client_arrays():
     parts = [(XF[:10], Y[:10]), (torch.from_numpy(XF[10:15]), Y[10:15]), (XF[15:], torch.from_numpy(Y[15:]))]
     data = Arrays(client_arrays=parts, test=(XF[:5], Y[:5]), batch_size=None)
@@ -509,6 +523,9 @@ def test_client_arrays():
     [
         ({}, "path: give either path .* or client_arrays"),
         ({"path": np.zeros(3)}, r"data.path = a ndarray: give an .npz file .*; arrays go by client_arrays=\[\(x, y\)"),
+        ({"client_arrays": [(X, Y, Y)], "test": (X, Y)}, "client_arrays: give a list of pairs"),
+        ({"client_arrays": [None], "test": (X, Y)}, "client_arrays: give a list of pairs"),
+        ({"client_arrays": 3, "test": (X, Y)}, "client_arrays: give a list of pairs"),
         ({"path": "a.npz", "client_arrays": []}, "path: give either path .* or client_arrays"),
         ({"client_arrays": [(XF, Y)]}, "test: missing; client_arrays need the central test set"),
         (

@@ -634,6 +634,7 @@ def test_clients_are_ordered_as_numbers(tmp_path):
         ("f.json", "[[0, 1], [], [3]]", "leaves client 1 without data"),
         ("g.json", "{not json", "is not a split in a known format"),
         ("h.json", "[[0.5], [1], [2]]", "index 0.5 is not an integer"),
+        ("binary.json", "\xff" * 999, "…"),  # its bytes are cut
         ("i.json", "7", "is not a split in a known format"),
         ("j.csv", "a,b\n1,2\n", "is not a split in a known format"),
         ("k.json", fedsam().replace("img_0_label_0", "img_0_label_1"), "is not img_<index>_label_0.png"),
@@ -641,7 +642,7 @@ def test_clients_are_ordered_as_numbers(tmp_path):
 )
 def test_faulty_files(tmp_path, name, text, message):
     path = tmp_path / name
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match="^[^\n]*" + message.replace(".", r"\.") + "[^\n]*$"):
         FromFile(str(path))(Y, 3, 3, 0)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
+from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatNet, FlatSpec
 from fl_lightning.flatness import (
     Eigenpair,
@@ -23,6 +24,7 @@ from fl_lightning.flatness import (
     gradient,
     hessian,
     lambda_max,
+    layers,
     mean_loss,
     measure_discrepancy,
     sharpness,
@@ -451,3 +453,9 @@ def test_errors() -> None:
         sharpness(net, CE, batches, rho=-1)
     with pytest.raises(ValueError, match="client"):
         flatness_discrepancy(1.0, [1.0], [1, 2])
+
+
+@pytest.mark.parametrize("names", [nn.Linear(1, 1), nn.Sequential(nn.Flatten()), 3])
+def test_layers_takes_names(names: object) -> None:
+    with pytest.raises(UserError, match=r"^names = an? \w+: give names, as net\.named_parameters\(\) has them$"):
+        layers(names)  # type: ignore[arg-type]

@@ -550,6 +550,8 @@ FIGURES = {
 
 @pytest.mark.slow
 def test_a_figure_is_written_the_same_again(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^figure = a int: give a Figure of matplotlib$"):
+        save_figure(3, tmp_path / "a")  # type: ignore[arg-type]
     files = [save_figure(FIGURES["perturbation"](), tmp_path / name) for name in "ab"]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
 

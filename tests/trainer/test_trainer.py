@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -403,9 +404,23 @@ class Detached(nn.Linear):
         return super().forward(x.flatten(1)).detach()
 
 
+def test_a_run_trains_whatever_the_mode_of_its_caller(tmp_path: Path) -> None:
+    settings = {"max_rounds": 1, "clients_per_round": 2, "default_root_dir": str(tmp_path), "callbacks": []}
+    torch.manual_seed(0)
+    net = DigitsMLP()
+    once = FederatedTrainer(**settings).fit(FedAvg(deepcopy(net)), Digits(num_clients=5)).server.w
+    with torch.inference_mode():
+        again = FederatedTrainer(**settings).fit(FedAvg(net), Digits(num_clients=5)).server.w
+    assert torch.equal(once, again)
+
+
 def test_nets_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^model\.net = Linear: weight, bias on the meta device, without values; "):
         FederatedTrainer(default_root_dir=str(tmp_path)).fit(FedAvg(nn.Linear(64, 10, device="meta")), Digits())
+    with torch.inference_mode():
+        of_inference = FedAvg(nn.Linear(64, 10))
+    with pytest.raises(UserError, match=r"^model\.net = Linear: weight, bias of torch.inference_mode\(\); make it "):
+        FederatedTrainer(default_root_dir=str(tmp_path)).fit(of_inference, Digits())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own: it is deprecated
         scripted = torch.jit.script(nn.Linear(64, 10))
@@ -496,3 +511,10 @@ def test_tf32(tf32: bool) -> None:
         assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is tf32
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+def test_nodes_that_nobody_starts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    trainer = FederatedTrainer(num_nodes=3, accelerator="cpu")
+    with pytest.raises(UserError, match=r"^trainer\.num_nodes = 3: no other node could join; start this command by "):
+        trainer.launch()

@@ -183,6 +183,7 @@ def _with_config_of_run(args: list[str]) -> list[str]:
         if not named and path.suffix != ".ckpt":
             continue
         RunFolder.find_checkpoint(str(path), Path(), "")
+        require(path.suffix not in (".yaml", ".yml"), "ckpt_path", path, "a config; give it as --config")
         if (config := RunFolder(path.parent.parent).newest_config).is_file():
             return [f"--config={config}", *_appended_once(read_config(config), args), *args]
         require(

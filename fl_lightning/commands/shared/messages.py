@@ -18,6 +18,7 @@ from fl_lightning.commands.shared.unknown import (
     first_of,
     given_value,
     import_problem,
+    keys_above,
     unknown_class,
     unknown_of,
     unknown_option,
@@ -95,6 +96,8 @@ class _Refusal:
     @cached_property
     def path(self) -> str:
         """The key as it was given, or deeper within a value."""
+        if len(self.keys) == 2 and (above := keys_above(given_value(self.message), self.keys[1])):  # from a file
+            return ".".join([self.keys[0], *above, self.keys[1]])
         nested = [".".join([*self.keys[:1], key]) for key in re.findall(r"NestedArg\(key='([^']+)'", self.message)]
         return max([self.above, *nested], key=lambda key: key.count("."))
 
@@ -203,6 +206,9 @@ def _unexpected(refusal: _Refusal) -> str | None:
         return None
     path, message = refusal.path, refusal.message
     kind, value = match[1], match[2] or first_of(r"Given value: (.*)", message)
+    nested = re.fullmatch(r"NestedArg\(key='([^']+)', val=(.*)\)", value)
+    if nested and "." in (above := path.removesuffix(f".{nested[1]}")):
+        return _of_no_class(above, nested[1], nested[2].strip("'"))
     if kind.endswith("is abstract") and re.fullmatch(r"[\w.]+\.\w+", value):
         abstract: Any = getattr(import_module(value.rpartition(".")[0]), value.rpartition(".")[2])
         return f"{path} = {value}: an abstract class; define {', '.join(sorted(abstract.__abstractmethods__))}"
@@ -219,6 +225,13 @@ def _unexpected(refusal: _Refusal) -> str | None:
     if kind == "int" and re.fullmatch(r"-?\d+\.0", value):  # also 1e3, as YAML reads it
         remedy = f"; write {value.removesuffix('.0')}"
     return f"{path} = {value:.60}: expected {WORDS['list'] if listed else WORDS.get(kind, kind)}{remedy}"
+
+
+def _of_no_class(path: str, name: str, value: str) -> str:
+    """Returns the line for a setting of a value that is no class, or of a class that is not given."""
+    kinds = [kind for kind in fitting_classes(path, ()) if name in setting_names(kind)]
+    alone = f"{path} has no settings of its own; give --{path} VALUE"
+    return f"{path}.{name} = {value:.60}: " + (f"give its class first: --{path} {kinds[0]}" if kinds else alone)
 
 
 def _raised_by_a_class(path: str, message: str, own: Sequence[str]) -> str:

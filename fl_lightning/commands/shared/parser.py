@@ -140,6 +140,11 @@ class Command:
         """Parses the arguments; an integer may be written as 3.0."""
         try:
             self.config = parser.parse_args(args)
+            for key, value in self.config.items():  # what a setting of any type takes as it is
+                if type(value).__name__ == "NestedArg":
+                    parser.error(
+                        f'Parser key "{key.replace(".init_args", "")}":\n  Expected a value. Got value: {value}'
+                    )
         except ArgumentsError as error:
             whole = whole_numbers(args, str(error))
             if whole == args:

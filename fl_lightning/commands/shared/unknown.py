@@ -46,19 +46,22 @@ def unknown_option(path: str, name: str, message: str) -> str:
     value = first_of(rf"'{re.escape(leaf)}': ([^,}}]+)", message) or first_of(r"val='([^']*)'", message)
     if nested := re.findall(r"NestedArg\(key='([^']+)'", message):  # from the command line; the outermost is the last
         above = [*(above[:1] if "." in nested[-1] else above), *nested[-1].split(".")[:-1]]
-    elif (inner := _find(given_value(message), leaf)) is not None:  # from a file
+    elif (inner := keys_above(given_value(message), leaf)) is not None:  # from a file
         above = [*first_of(r'Parser key "([^"]+)', message).split("."), *inner]
     if above[:1] == ["parameters"] or [*above, leaf] in (["program"], ["method"]):
         return f"{above[0] if above else leaf}: a sweep's file is no config; give it to `fl-lightning sweep`"
     inside, given = above[:1] in (["model"], ["data"], ["trainer"]), ".".join([*above, leaf])
     near = [] if above else similar(leaf, PARTS, cutoff=0.8)
     near = near or meant(given)
+    kinds = [k for k in fitting_classes(".".join(above), ()) if leaf in setting_names(k)] if above[1:] else []
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     top = "" if inside or (near and not above) else "; settings stand under model, data and trainer"
     first = 1 + (above[:1] == ["trainer"])  # the trainer is no choice of classes
     chain = [f"--{'.'.join(above[:n])}.help=CLASS" for n in range(first, len(above) + 1) if inside]
     shown = f"`fl-lightning fit {' '.join(chain) or '--help=all'}` shows them"
     of = " of this class" if not hint and given in keys_of(leaf) else ""
+    if kinds:
+        of, hint = " of this class", f" (one of {', '.join(kinds[:3])}, which --{'.'.join(above)} names before it)"
     return f"{given}{f' = {value}' if value else ''}: no such setting{of}{hint}{top}; {shown}"
 
 
@@ -162,7 +165,7 @@ def given_value(message: str) -> Any:
         return None
 
 
-def _find(tree: Any, name: str) -> list[str] | None:
+def keys_above(tree: Any, name: str) -> list[str] | None:
     """Returns the keys that lead to ``name`` in a mapping."""
     trees: list[tuple[list[str], Any]] = [([], tree)]
     for path, tree in trees:

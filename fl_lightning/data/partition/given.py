@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from fl_lightning.core import UserError, ensure, grouped, require
+from fl_lightning.core import UserError, ensure, folded, grouped, require
 from fl_lightning.data.files import read_cifar
 from fl_lightning.data.partition.base import Indices, Partition, check, cut
 
@@ -116,8 +116,8 @@ class FromFile(Partition):
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
             raise UserError(
-                f"data.partition.path = '{self.path}' is not a split in a known format ({error!r}); use JSON "
-                "{client: [indices]} or CSV user_id,image_id,class"
+                f"data.partition.path = '{self.path}' is not a split in a known format "
+                f"({folded(repr(error), 120)}); use JSON {{client: [indices]}} or CSV user_id,image_id,class"
             ) from None
         users = _ordered(rows)
         parts = [np.array([index for index, _ in rows[user]], np.int64) for user in users]
@@ -174,7 +174,8 @@ def _lookup(path: str, labels: Indices) -> Callable[[str, int], int]:
         names = [name.decode() for name in read_cifar(path)["filenames"]]
     except Exception as error:  # a pickle can fail in any way
         raise UserError(
-            f"data.partition.names = '{path}': no image names there ({error!r}); give CIFAR-100's file 'train'"
+            f"data.partition.names = '{path}': no image names there ({folded(repr(error), 120)}); give CIFAR-100's "
+            "file 'train'"
         ) from None
     require(
         len(names) == len(labels),
