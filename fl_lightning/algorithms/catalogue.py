@@ -77,10 +77,11 @@ def entries() -> tuple[Entry, ...]:
 
 
 def markdown(page: str = "index.md") -> str:
-    """Returns the table in a page of docs/algorithms: all algorithms, or those of the page's module."""
-    rows = [e for e in entries() if page in ("index.md", e.page)]
-    lines = [HEADS, ["---"] * len(HEADS), *([f"[`{e.name}`]({e.page})", *e.cells] for e in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """Returns the table in a page of docs/algorithms: all, or those of the page's module without the paper's name."""
+    shown = [i for i, head in enumerate(HEADS) if page == "index.md" or head != "paper"]
+    rows = [[f"[`{e.name}`]({e.page})", *e.cells] for e in entries() if page in ("index.md", e.page)]
+    head, *body = [f"| {' | '.join(line[i] for i in shown)} |\n" for line in (HEADS, *rows)]
+    return "".join([head, f"|{'---|' * len(shown)}\n", *body])
 
 
 if __name__ == "__main__":
