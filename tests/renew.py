@@ -85,16 +85,11 @@ def loop_quotes(text: str) -> str:
 
 def renewals() -> dict[Path, Iterable[Renewal]]:
     """All files that are renewed, but the index of the command line, and what renews each."""
-    pages = {
-        page: (
-            between("<!-- catalogue -->\n", "<!-- /catalogue -->", partial(catalogue.markdown, page.name)),
-            page_code.fill,
-            measured("digits_table.py"),
-        )
-        for page in sorted(PAGES.glob("*.md"))
-    }
+    pages = {page: (page_code.fill, measured("digits_table.py")) for page in sorted(PAGES.glob("*.md"))}
+    table = between("<!-- catalogue -->\n", "<!-- /catalogue -->", catalogue.markdown)
     batch = (ROOT / "examples/slurm.sh").read_text()
     return pages | {
+        PAGES / "index.md": (table,),
         DOCS / "architecture.md": (loop_quotes,),
         DOCS / "clock.md": (
             measured("clock_figure.py"),

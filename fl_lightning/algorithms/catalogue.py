@@ -1,10 +1,5 @@
-"""A table of the algorithms.
+"""A table of the algorithms, which ``python -m fl_lightning.algorithms.catalogue`` prints as Markdown."""
 
-``python -m fl_lightning.algorithms.catalogue`` prints it as Markdown; with the name of a page (fedavg.md), the rows of
-that page.
-"""
-
-import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -76,13 +71,13 @@ def entries() -> tuple[Entry, ...]:
     return tuple(Entry.of(getattr(algorithms, name)) for name in sorted(algorithms.__all__, key=str.lower))
 
 
-def markdown(page: str = "index.md") -> str:
-    """Returns the table in a page of docs/algorithms: all, or those of the page's module without the paper's name."""
-    shown = [i for i, head in enumerate(HEADS) if page == "index.md" or head != "paper"]
-    rows = [[f"[`{e.name}`]({e.page})", *e.cells] for e in entries() if page in ("index.md", e.page)]
-    head, *body = [f"| {' | '.join(line[i] for i in shown)} |\n" for line in (HEADS, *rows)]
-    return "".join([head, f"|{'---|' * len(shown)}\n", *body])
+def markdown() -> str:
+    """Returns the table in docs/algorithms/index.md."""
+    head, *body = [
+        f"| {' | '.join(line)} |\n" for line in (HEADS, *([f"[`{e.name}`]({e.page})", *e.cells] for e in entries()))
+    ]
+    return "".join([head, f"|{'---|' * len(HEADS)}\n", *body])
 
 
 if __name__ == "__main__":
-    print(markdown(*sys.argv[1:2]), end="")
+    print(markdown(), end="")
