@@ -98,7 +98,6 @@ def renewals() -> dict[Path, Iterable[Renewal]]:
         DOCS / "compression.md": (measured("compression_table.py"),),
         DOCS / "experiments.md": (measured("paper_tables.py", "renew"),),
         **{page: (measured("paper_tables.py", "renew"),) for page in sorted(DOCS.glob("experiments/*.md"))},
-        DOCS / "faults.md": (measured("faults_table.py"), measured("robustness.py")),
         DOCS / "guides/cluster.md": (between("```bash\n#!", "```", partial(batch.removeprefix, "#!")),),
         DOCS / "privacy.md": (test_private_outputs.fill,),
         DOCS / "reference.md": (between("<!-- algorithms -->\n", "<!-- /algorithms -->", references),),
