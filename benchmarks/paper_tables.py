@@ -65,8 +65,11 @@ def _together(values: list[str]) -> str:
 
 
 def files(paper: str) -> str:
-    """Returns the files of a paper, and their data set, network and heterogeneity."""
-    return markdown([["file", "data set, network, heterogeneity"], *([f"`{f}`", c] for c, f in columns(paper).items())])
+    """Returns the files of a paper by data set and network."""
+    found: dict[str, dict[str, None]] = {}
+    for column, file in columns(paper).items():
+        found.setdefault(", ".join(column.split(", ")[:2]), {})[f"`{file}`"] = None
+    return markdown([["data set, network", "files"], *([of, ", ".join(names)] for of, names in found.items())])
 
 
 def settings(paper: str) -> str:

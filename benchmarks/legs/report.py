@@ -113,20 +113,23 @@ def speed(items: Found) -> list[str]:
     loops = {(v["work"], v["method"], v["form"]): v for v in items.values() if v.get("who") == PLAIN}
     body: Lines = []
     for v in items.values():
-        if "who" not in v:
+        if v.get("who", PLAIN) == PLAIN:
             continue
         plain = loops.get((v["work"], v["method"], v["form"])) or loops.get((v["work"], v["method"], "float32"), {})
         body.append([
             f"{v['work']}, {v['method']}" + (f", {v['seeds']} seeds" if v["seeds"] > 1 else ""), v["who"], v["form"],
-            str(v["cohort"]), f"{v['round_s'] * 1e3:.3g}",
+            str(v["cohort"]), f"{v['round_s'] * 1e3:.3g}", f"{plain['round_s'] * 1e3:.3g}" if plain else "",
             f"{v['steps_per_s'] / plain['steps_per_s']:.2f}" if plain else "",
             share(flops_s(v, plain, floors), v), f"{v['peak_gb']:.2f}" if "peak_gb" in v else "",
         ])  # fmt: skip
-    head = ["work", "who", "format", "cohort", "ms a round", "times the plain loop", "of the FLOP floor", "peak GiB"]
+    head = [
+        "work", "who", "format", "cohort", "ms a round", "ms of the plain loop", "times as fast", "of the FLOP floor",
+        "peak GiB",
+    ]  # fmt: skip
     explained = (
-        "*Times the plain loop* compares local steps a second with the plain loop of the same format, or of float32 if"
-        " there is none. The FLOP floor is the time of a round's FLOPs at the rate of a large product. `gpu.json` has"
-        " the rates of launches, products and forms of a convolution.\n"
+        "The plain loop is that of the same format, or of float32 if there is none, with one seed; *times as fast*"
+        " compares local steps a second. The FLOP floor is the time of a round's FLOPs at the rate of a large product."
+        " `gpu.json` has the rates of launches, products and forms of a convolution.\n"
     )
     return [explained, markdown([head, *body])]
 
