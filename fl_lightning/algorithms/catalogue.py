@@ -72,11 +72,11 @@ def entries() -> tuple[Entry, ...]:
 
 
 def markdown() -> str:
-    """Returns the table in docs/algorithms/index.md."""
-    head, *body = [
-        f"| {' | '.join(line)} |\n" for line in (HEADS, *([f"[`{e.name}`]({e.page})", *e.cells] for e in entries()))
-    ]
-    return "".join([head, f"|{'---|' * len(HEADS)}\n", *body])
+    """Returns the table in docs/algorithms/index.md, without the phases: only NaiveFedGloSS has two."""
+    shown = [i for i, head in enumerate(HEADS) if head != "phases"]
+    rows = [HEADS, *([f"[`{e.name}`]({e.page})", *e.cells] for e in entries())]
+    head, *body = [f"| {' | '.join(row[i] for i in shown)} |\n" for row in rows]
+    return "".join([head, f"|{'---|' * len(shown)}\n", *body])
 
 
 if __name__ == "__main__":
