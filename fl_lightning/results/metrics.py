@@ -349,8 +349,7 @@ def _plain(cell: Any) -> Any:
 def markdown(lines: Iterable[Iterable[str]]) -> str:
     """Returns lines of cells, the first of which is the head, as a Markdown table."""
     head, *body = [list(line) for line in lines]
-    above, *below = [f"| {' | '.join(line)} |\n" for line in [head, *body]]
-    return "".join([above, f"|{'---|' * len(head)}\n", *below])
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *body])
 
 
 MEASUREMENTS = "flatness.jsonl"
