@@ -51,7 +51,7 @@ def papers(paper: str, table: str) -> str:
     metrics = list(dict.fromkeys(metric for of in kinds.values() for metric in of))
     cohorts = list(filter(None, values("participation")))
     same = all(of in (metrics, metrics[:1]) for of in kinds.values())
-    heads = [", ".join(names) for names in (metrics * same, cohorts) if len(names) > 1]
+    heads = [", ".join(metrics)] * (same and metrics != ["acc"]) + [", ".join(cohorts)] * (len(cohorts) > 1)
     named = [", ".join([c] * bool(c) + of * (not same and (not c or of != metrics[:1]))) for c, of in kinds.items()]
     lines = [["; ".join(heads), *named]]
     for row, of in shown.items():
