@@ -82,13 +82,12 @@ def settings(paper: str) -> str:
 
 
 def drawings(paper: str) -> str:
-    """Returns the figures of a paper: what they show and how they are drawn; and why others cannot be drawn."""
-    lines = [["figure", "shows", "drawing", "tables of its runs", "assumed"]]
+    """Returns the figures of a paper: what they show, and what is assumed; and why others cannot be drawn."""
+    lines = [["figure", "shows", "assumed"]]
     unknown: dict[str, list[str]] = {}
     for each in figures(paper):
         if each.shows:
-            tables = ", ".join(dict.fromkeys(runs.table for runs in each.runs))
-            lines.append([each.number, each.shows, each.draws, tables, each.taken])
+            lines.append([each.number, each.shows, each.taken])
         else:
             unknown.setdefault(each.reason, []).append(each.number)
     said = "; ".join(f"{', '.join(numbers)} ({reason})" for reason, numbers in unknown.items())
