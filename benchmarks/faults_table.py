@@ -1,7 +1,7 @@
 """Every algorithm on the digits with clients that fail, next to a run without faults; nothing is tuned.
 
-``python benchmarks/faults_table.py`` trains (three minutes on one core), writes docs/faults.csv and renews the table of
-docs/faults.md; names of algorithms after it train these alone. 30 % of the uploads are lost; a deadline makes about
+``python benchmarks/faults_table.py`` trains (three minutes on one core), and writes docs/faults.csv; names of
+algorithms after it train these alone. 30 % of the uploads are lost; a deadline makes about
 10 % late, which are lost, too; 5 % of the clients send NaN, or their update with its sign flipped and four times as
 long.
 """
@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from pages import between
 
 from fl_lightning import (
     SGD,
@@ -33,8 +32,7 @@ from fl_lightning import (
 from fl_lightning.core.rng import generator
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-CSV, PAGE = DOCS / "faults.csv", DOCS / "faults.md"
-MARKS = ("<!-- faults table -->\n", "<!-- end -->\n")
+CSV = DOCS / "faults.csv"
 ROUNDS, SEED = 100, 0
 NAN = Corrupt(0.05, "nan")
 FLIP = Corrupt(0.05, "sign_flip", 4.0)
@@ -65,14 +63,6 @@ def accuracy(name: str, corrupt: Corrupt | None, rule: type[Aggregation] | None)
     return f"{100 * run.metrics['server/test/acc']:.0f}"
 
 
-def fill(text: str) -> str:
-    """The page with the table of the file."""
-    head, *rows = csv.reader(CSV.open())
-    lines = [head, ["---", *["--:"] * len(COLUMNS)], *rows]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return between(text, MARKS, table)
-
-
 def main() -> None:
     with CSV.open(newline="") as file:
         known = {row[0]: row for row in list(csv.reader(file))[1:]}
@@ -82,7 +72,6 @@ def main() -> None:
     rows = [known[name] for name in sorted(known, key=str.lower)]
     with CSV.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([["algorithm", *COLUMNS], *rows])
-    PAGE.write_text(fill(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fl_lightning.results.metrics import markdown
 from fl_lightning.results.papers import PAPERS, find
-from fl_lightning.results.recipes import CODE, columns, figures, rows
+from fl_lightning.results.recipes import columns, figures, rows
 from fl_lightning.sweeps.reproduction import why_not
 
 BLOCK = re.compile(r"<!-- (papers|files|rows|figures|known): (\S+)(?: (\S+))? -->\n(.*?)<!-- /\1 -->", re.DOTALL)
@@ -25,7 +25,7 @@ WIDEST = 8
 
 
 def papers(paper: str, table: str) -> str:
-    """Returns a table of a paper: algorithms by data, the numbers of several participations in one cell.
+    """Returns the means of a paper's table: algorithms by data, several participations or metrics in one cell.
 
     Raises:
         UserError: If there is no such table.
@@ -35,36 +35,41 @@ def papers(paper: str, table: str) -> str:
     def values(column: str) -> list[str]:
         return list(dict.fromkeys(getattr(cell, column) for cell in cells))
 
-    data = [c for c in ("dataset", "model", "heterogeneity", "metric") if len(values(c)) > 1]
+    data = [c for c in ("dataset", "model", "heterogeneity") if len(values(c)) > 1]
     epochs = len({(c.dataset, c.epochs) for c in cells if c.epochs}) > len({c.dataset for c in cells if c.epochs})
-    shown: dict[str, dict[str, dict[str, str]]] = {}  # by row, column and participation
-    cohorts: dict[str, dict[str, None]] = {}  # of each column
+    shown: dict[str, dict[str, dict[tuple[str, str], str]]] = {}  # by row, column, metric and participation
+    parts: dict[str, dict[tuple[str, str], None]] = {}  # of each column
     for cell in cells:
+        metric, _, at = cell.metric.partition("@")
         row = f"{cell.algorithm}, E = {cell.epochs}" if epochs else cell.algorithm
-        column = ", ".join(filter(None, (getattr(cell, name) for name in data)))
+        column = ", ".join(filter(None, (*(getattr(cell, name) for name in data), at and f"@{at}")))
         reason = cell.note.partition(";")[0]
-        text = reason if cell.value is None else cell.printed + ("?" if reason == "uncertain" else "")
-        shown.setdefault(row, {}).setdefault(column, {})[cell.participation] = text
-        cohorts.setdefault(column, {})[cell.participation] = None
-    heads = list(filter(None, values("participation")))
-    lines = [[", ".join(heads) if len(heads) > 1 else "", *cohorts]]
+        text = reason if cell.value is None else cell.printed.partition(" ")[0] + "?" * (reason == "uncertain")
+        shown.setdefault(row, {}).setdefault(column, {})[metric, cell.participation] = text
+        parts.setdefault(column, {})[metric, cell.participation] = None
+    kinds = {column: list(dict.fromkeys(metric for metric, _ in of)) for column, of in parts.items()}
+    metrics = list(dict.fromkeys(metric for of in kinds.values() for metric in of))
+    cohorts = list(filter(None, values("participation")))
+    same = all(of in (metrics, metrics[:1]) for of in kinds.values())
+    heads = [", ".join(metrics)] * (same and metrics != ["acc"]) + [", ".join(cohorts)] * (len(cohorts) > 1)
+    named = [", ".join([c] * bool(c) + of * (not same and (not c or of != metrics[:1]))) for c, of in kinds.items()]
+    lines = [["; ".join(heads), *named]]
     for row, of in shown.items():
-        lines.append([row, *(" / ".join(of[c].get(p, "-") for p in cohorts[c]) if c in of else "" for c in cohorts)])
-    return markdown(zip(*lines, strict=True) if len(cohorts) > max(WIDEST, len(shown)) else lines)
+        lines.append([row, *(_together([of[c].get(p, "-") for p in parts[c]]) if c in of else "" for c in parts)])
+    return markdown(zip(*lines, strict=True) if len(parts) > max(WIDEST, len(shown)) else lines)
+
+
+def _together(values: list[str]) -> str:
+    """Several numbers in one cell; a word that all of them share, once."""
+    return values[0] if len({*values}) == 1 and not values[0][0].isdigit() else ", ".join(values)
 
 
 def files(paper: str) -> str:
-    """Returns the files of a paper, the tables that they are of, and their data set, network and heterogeneity."""
-    tables: dict[str, list[str]] = {}
-    for cell in find(paper=paper):
-        if cell.table not in CODE:
-            tables.setdefault(", ".join((cell.dataset, cell.model, cell.heterogeneity)), []).append(cell.table)
-    lines = [["file", "tables", "data set, network, heterogeneity"]]
+    """Returns the files of a paper by data set and network."""
+    found: dict[str, dict[str, None]] = {}
     for column, file in columns(paper).items():
-        numbers = sorted({int(n) for table in tables[column] for n in table.split("/")})
-        *most, last = map(str, numbers)
-        lines.append([f"`{file}`", f"{', '.join(most)} and {last}" if most else last, column])
-    return markdown(lines)
+        found.setdefault(", ".join(column.split(", ")[:2]), {})[f"`{file}`"] = None
+    return markdown([["data set, network", "files"], *([of, ", ".join(names)] for of, names in found.items())])
 
 
 def settings(paper: str) -> str:
@@ -77,12 +82,16 @@ def settings(paper: str) -> str:
 
 
 def drawings(paper: str) -> str:
-    """Returns the figures of a paper: what they show and how they are drawn, or why not."""
-    lines = [["figure", "shows", "drawing", "tables of its runs", "assumed"]]
+    """Returns the figures of a paper: what they show, and what is assumed; and why others cannot be drawn."""
+    lines = [["figure", "shows", "assumed"]]
+    unknown: dict[str, list[str]] = {}
     for each in figures(paper):
-        tables = ", ".join(dict.fromkeys(runs.table for runs in each.runs))
-        lines.append([each.number, each.shows or f"not known: {each.reason}", each.draws, tables, each.taken])
-    return markdown(lines)
+        if each.shows:
+            lines.append([each.number, each.shows, each.taken])
+        else:
+            unknown.setdefault(each.reason, []).append(each.number)
+    said = "; ".join(f"{', '.join(numbers)} ({reason})" for reason, numbers in unknown.items())
+    return markdown(lines) + (f"\nNot known: {said}.\n" if said else "")
 
 
 def known(what: str) -> str:

@@ -1,7 +1,7 @@
 """Accuracy under bad clients on the digits: methods, aggregation rules, and kinds and shares of bad uploads.
 
 ``python benchmarks/robustness.py`` trains what docs/robustness.csv does not hold yet (in all a quarter of an hour),
-draws docs/robustness.png and renews the table of docs/faults.md; ``--draw`` trains nothing.
+and draws docs/robustness.png; ``--draw`` trains nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from pages import between
 
 from fl_lightning import (
     SAM,
@@ -41,8 +40,7 @@ from fl_lightning.results.metrics import read_metrics
 from fl_lightning.trainer import loop, parallel_runs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-CSV, FIGURE, PAGE = DOCS / "robustness.csv", DOCS / "robustness.png", DOCS / "faults.md"
-MARKS = ("<!-- robustness -->\n", "<!-- end -->\n")
+CSV, FIGURE = DOCS / "robustness.csv", DOCS / "robustness.png"
 ROUNDS, LAST, SEEDS = 100, 10, (0, 1, 2)
 METHODS: dict[str, Callable[..., LocalObjective]] = {
     "FedAvg": FedAvg,
@@ -113,22 +111,6 @@ def rows() -> list[list[str]]:
     return list(csv.reader(CSV.open()))[1:] if CSV.exists() else []
 
 
-def table(found: dict[tuple[str, ...], float]) -> str:
-    """In per cent; a row for each method and rule, a column for each kind with its shares."""
-    columns = list(KINDS)
-    lines = ["| method | rule | none | " + " | ".join(f"`{kind}`" for kind in columns) + " |"]
-    lines.append("|---|---|--:|" + "--:|" * len(columns))
-    for method in METHODS:
-        for rule in RULES:
-            cells = [[found.get((method, rule, kind, str(s))) for s in SHARES] for kind in columns]
-            texts = [" / ".join("–" if v is None else f"{100 * v:.0f}" for v in cell) for cell in cells]
-            clean = found.get((method, rule, "none", "0.0"))
-            lines.append(
-                f"| {method} | {rule} | {'–' if clean is None else f'{100 * clean:.0f}'} | {' | '.join(texts)} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
 def draw() -> None:
     import matplotlib.pyplot as plt
 
@@ -153,13 +135,6 @@ def draw() -> None:
         figure.tight_layout(rect=(0, 0, 1, 0.96), pad=0.5)
         figure.savefig(FIGURE, dpi=150)
     plt.close(figure)
-    PAGE.write_text(fill(PAGE.read_text()))
-
-
-def fill(text: str) -> str:
-    """The page with the table of what was measured."""
-    found = {tuple(row[:4]): float(row[4]) for row in rows()}
-    return between(text, MARKS, table(found))
 
 
 if __name__ == "__main__":

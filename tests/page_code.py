@@ -1,7 +1,7 @@
 """The lines of the package beside the papers' boxes in docs/algorithms; ``make renew`` renews them.
 
 A page names what it shows, relative to ``fl_lightning``, in a comment, ``code: algorithms.fedsmoo.FedSMOO.local_step``.
-Annotations of types are left out; the rest is the source as it is.
+Annotations of types and docstrings are left out, since the box beside says what they say; the rest is the source.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = re.compile(r"(<!-- code: (.*?) -->\n).*?(<!-- /code -->)", re.DOTALL)
 
 
 def source(name: str) -> str:
-    """A function's source, without the types in its signature.
+    """A function's source, without its docstring and the types in its signature.
 
     Args:
         name: Its dotted path below ``fl_lightning``.
@@ -27,7 +27,8 @@ def source(name: str) -> str:
     for argument in ast.walk(function.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    body = text.splitlines()[function.body[0].lineno - 1 :]
+    first = function.body[0]
+    body = text.splitlines()[first.end_lineno if ast.get_docstring(function) else first.lineno - 1 :]
     return "\n".join([f"def {function.name}({ast.unparse(function.args)}):", *body])
 
 

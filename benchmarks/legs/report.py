@@ -60,10 +60,8 @@ def section(found: dict[str, Any]) -> str:
             parts += [f"### {leg.capitalize()}\n", *tables(items)]
             errors = [f"{name}: `{value['error']}`" for name, value in items.items() if "error" in value]
             missing = found[f"{leg}: not reached"]
-            more = [f"and {len(missing) - 8} more, which `gpu.json` names"] if len(missing) > 9 else []
-            parts += named("Errors", errors, "\n- ") + named(
-                "Not reached", [*missing[: 8 if more else None], *more], ", "
-            )
+            missing = [f"{len(missing)} items, which `gpu.json` names"] if len(missing) > 9 else missing
+            parts += named("Errors", errors, "\n- ") + named("Not reached", missing, ", ")
     return "\n".join(parts)
 
 
@@ -74,31 +72,40 @@ def named(head: str, things: Iterable[str], between: str) -> list[str]:
 
 
 def correctness(items: Found) -> list[str]:
-    """Algorithms by engine; then the other checks."""
-    rows: dict[str, dict[str, str]] = {}
-    others: Lines = [["check", "difference", "verdict"]]
+    """How many checks hold by engine, with their largest difference; then each that does not hold."""
+    groups: dict[str, Found] = {}
     for name, value in items.items():
-        first, _, last = name.rpartition(", ")
-        if last in ENGINES and first != "resume":
-            rows.setdefault(first, {})[last] = verdict(value, difference(value))
-        elif "error" not in value:
-            parts = [key for key, right in value.items() if right is False and key != "ok"]
-            said = "" if "ok" not in value else ", ".join(parts) or ("holds" if value["ok"] else "wrong")
-            others.append([name, difference(value), verdict(value, said)])
-    lines = [[name, *(of.get(engine, "") for engine in ENGINES)] for name, of in rows.items()]
+        last = name.rpartition(", ")[2]
+        if {"ok", "error"} & {*value}:
+            groups.setdefault(last if last in ENGINES else "other checks", {})[name] = value
+    lines: Lines = [["engine", "checks", "hold", "largest difference", "not held"]]
+    for engine in (*ENGINES, "other checks"):
+        found = groups.get(engine, {})
+        held = [value for value in found.values() if not is_failure(value)]
+        most = max((value["difference"] for value in held if "difference" in value), default=None)
+        wrong = [f"**{name.removesuffix(f', {engine}')}**{reason(v)}" for name, v in found.items() if is_failure(v)]
+        if found:
+            lines.append([
+                engine, str(len(found)), str(len(held)), "" if most is None else f"{most:.1e}", ", ".join(wrong)
+            ])  # fmt: skip
     explained = (
-        "Differences to the CPU are the largest ones, relative to the largest entry of the server's vectors or to the"
-        " measure; those of a precision are of the whole update. What is wrong is bold.\n"
+        "Runs and measures in float64 against the CPU. A difference is relative to the largest entry of the server's"
+        " vectors, or to the measure.\n"
     )
-    return [explained, markdown([["float64", *ENGINES], *lines]), markdown(others)]
+    precisions = ", ".join(
+        f"{name.removeprefix('precision, ')} {value['difference']:.1e}"
+        for name, value in items.items()
+        if re.fullmatch("precision, [^,]*", name) and "difference" in value
+    )
+    said = [f"Updates in another precision differ, relative to their length: {precisions}.\n"] if precisions else []
+    return [explained, markdown(lines), *said]
 
 
-def difference(value: dict[str, Any]) -> str:
-    return "error" if "error" in value else f"{value['difference']:.1e}" if "difference" in value else ""
-
-
-def verdict(value: dict[str, Any], text: str) -> str:
-    return f"**{text}**" if is_failure(value) else text
+def reason(value: dict[str, Any]) -> str:
+    """What a failed check found, in brackets; nothing for an error, which is listed."""
+    parts = [key for key, right in value.items() if right is False and key != "ok"]
+    said = ", ".join(parts) or (f"{value['difference']:.1e}" if "difference" in value else "")
+    return f" ({said})" if said and "error" not in value else ""
 
 
 def speed(items: Found) -> list[str]:
@@ -107,53 +114,25 @@ def speed(items: Found) -> list[str]:
     loops = {(v["work"], v["method"], v["form"]): v for v in items.values() if v.get("who") == PLAIN}
     body: Lines = []
     for v in items.values():
-        if "who" not in v:
+        if v.get("who", PLAIN) == PLAIN:
             continue
         plain = loops.get((v["work"], v["method"], v["form"])) or loops.get((v["work"], v["method"], "float32"), {})
         body.append([
-            v["work"], v["method"], v["who"], v["form"], str(v["cohort"]), str(v["seeds"]),
-            f"{v['round_s'] * 1e3:.3g}", f"{v['steps_per_s']:.4g}", f"{v['clients_per_s']:.4g}",
+            f"{v['work']}, {v['method']}" + (f", {v['seeds']} seeds" if v["seeds"] > 1 else ""), v["who"], v["form"],
+            str(v["cohort"]), f"{v['round_s'] * 1e3:.3g}", f"{plain['round_s'] * 1e3:.3g}" if plain else "",
             f"{v['steps_per_s'] / plain['steps_per_s']:.2f}" if plain else "",
-            share(launches_s(v, plain, floors), v), share(flops_s(v, plain, floors), v),
-            f"{v['peak_gb']:.2f}" if "peak_gb" in v else "", f"{v['first_s']:.1f}" if "first_s" in v else "",
+            share(flops_s(v, plain, floors), v), f"{v['peak_gb']:.2f}" if "peak_gb" in v else "",
         ])  # fmt: skip
     head = [
-        "work", "method", "who", "format", "cohort", "seeds", "ms a round", "local steps/s", "clients/s",
-        "times the plain loop", "of the launch floor", "of the FLOP floor", "peak GiB", "start, s",
+        "work", "who", "format", "cohort", "ms a round", "ms of the plain loop", "times as fast", "of the FLOP floor",
+        "peak GiB",
     ]  # fmt: skip
-    rated = {name: v for name, v in floors.items() if name.endswith(("_per_s", "_flops"))}
-    units = [["", "a second"], *([name.removesuffix("_per_s"), f"{v:.3g}"] for name, v in rated.items())]
     explained = (
-        "The plain loop is that of the same format, or of float32 if there is none. The launch floor is the time of as"
-        " many small operations as its step has: for each client in turn (plain loop, sequential), for all at once"
-        " (batched), in a CUDA graph (graphed). The FLOP floor is the time of its FLOPs at the rate of a large product."
-        "\n"
+        "The plain loop is that of the same format, or of float32 if there is none, with one seed; *times as fast*"
+        " compares local steps a second. The FLOP floor is the time of a round's FLOPs at the rate of a large product."
+        " `gpu.json` has the rates of launches, products and forms of a convolution.\n"
     )
-    forms = convolutions(items.get("conv_forms", {}))
-    return [*([markdown(units)] if rated else []), *forms, explained, markdown([head, *body])]
-
-
-def convolutions(found: dict[str, Any]) -> list[str]:
-    """TFLOP/s of a convolution of several clients: settings by form."""
-    rates = {tuple(key.split("; ")): v for key, v in found.items() if "; " in key}
-    if not rates:
-        return []
-    names, settings = (list(dict.fromkeys(key[i] for key in rates)) for i in (0, 1))
-    shown = {key: f"{v:.3g}" if v else "fails" for key, v in rates.items()}
-    lines = [[setting, *(shown.get((name, setting), "") for name in names)] for setting in settings]
-    explained = (
-        'A convolution, 5x5 with 64 channels, forward and backward, in a CUDA graph; "groups" is what vmap does.\n'
-    )
-    return [explained, markdown([["TFLOP/s", *names], *lines])]
-
-
-def launches_s(v: dict[str, Any], plain: dict[str, Any], floors: dict[str, Any]) -> float | None:
-    """Seconds to launch the operations of a round; None if unknown, as of compiled code."""
-    rate = floors.get("graphed_launches_per_s" if v["who"] == "graphed" else "launches_per_s")
-    if not plain or rate is None or v["who"] not in (PLAIN, "sequential", "batched", "graphed"):
-        return None
-    in_turn = v["cohort"] if v["who"] in (PLAIN, "sequential") else 1
-    return float(plain["step_operations"] * v["steps"] * in_turn / rate)
+    return [explained, markdown([head, *body])]
 
 
 def flops_s(v: dict[str, Any], plain: dict[str, Any], floors: dict[str, Any]) -> float | None:
@@ -168,8 +147,8 @@ def share(floor: float | None, v: dict[str, Any]) -> str:
 def science(items: Found) -> list[str]:
     """Runs next to those of the ledger on a CPU, and to the papers' numbers."""
     head = [
-        "run", "rounds", "accuracy", "on the CPU", "of the last evaluations, not comparable", "lambda_max",
-        "on the CPU", *(f"accuracy in {name}" for name in PAPERS), "lambda_max in FedGloSS", "engine", "ms a round",
+        "run", "rounds", "accuracy", "on the CPU", "lambda_max", "on the CPU",
+        *(f"accuracy in {name}" for name in PAPERS), "lambda_max in FedGloSS", "ms a round",
     ]  # fmt: skip
     body: Lines = []
     for name, v in items.items():
@@ -180,17 +159,17 @@ def science(items: Found) -> list[str]:
         if measured and not v["whole"]:
             measured += f" (round {v['flatness_round']})"
         body.append([
-            name, f"{v['rounds']}{'' if v['whole'] else ', cut off'}", accuracy(v), accuracy(cpu), last_evaluations(v),
-            measured, number(cpu, "flatness/lambda_max"),
+            name, f"{v['rounds']}{'' if v['whole'] else ', cut off'}", accuracy(v) or last_evaluations(v),
+            accuracy(cpu), measured, number(cpu, "flatness/lambda_max"),
             *(printed(name, "alpha=0.05", where) for where in PAPERS.values()),
             printed(name, "alpha=0.05", {"paper": "fedgloss", "table": "8", "metric": "lambda_max"}),
-            v.get("engine", ""), f"{v['seconds a round'] * 1e3:.3g}" if "seconds a round" in v else "",
+            f"{v['seconds a round'] * 1e3:.3g}" if "seconds a round" in v else "",
         ])  # fmt: skip
     explained = (
         f"CIFAR-10, alpha 0.05, `HsuCNN`, 5 of 100 clients, seed {SEED}, {ROUNDS:,} rounds, bf16-mixed; the numbers of"
         " the papers are after 10,000 rounds. Accuracy in percent: mean and deviation over the last"
-        f" {EVAL_LAST} rounds, all evaluated, of runs that are whole. A run that was cut off has the mean of its last"
-        " evaluations in a column of its own. On the CPU: the same settings in the repository's `ledger/cifar10`.\n"
+        f" {EVAL_LAST} rounds, or the mean of the last evaluations of a run that was cut off. On the CPU: the same"
+        " settings in the repository's `ledger/cifar10`.\n"
     )
     return [explained, markdown([head, *body])]
 

@@ -1,10 +1,5 @@
-"""A table of the algorithms.
+"""A table of the algorithms, which ``python -m fl_lightning.algorithms.catalogue`` prints as Markdown."""
 
-``python -m fl_lightning.algorithms.catalogue`` prints it as Markdown; with the name of a page (fedavg.md), the rows of
-that page.
-"""
-
-import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -76,12 +71,13 @@ def entries() -> tuple[Entry, ...]:
     return tuple(Entry.of(getattr(algorithms, name)) for name in sorted(algorithms.__all__, key=str.lower))
 
 
-def markdown(page: str = "index.md") -> str:
-    """Returns the table in a page of docs/algorithms: all algorithms, or those of the page's module."""
-    rows = [e for e in entries() if page in ("index.md", e.page)]
-    lines = [HEADS, ["---"] * len(HEADS), *([f"[`{e.name}`]({e.page})", *e.cells] for e in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def markdown() -> str:
+    """Returns the table in docs/algorithms/index.md, without the phases: only NaiveFedGloSS has two."""
+    shown = [i for i, head in enumerate(HEADS) if head != "phases"]
+    rows = [HEADS, *([f"[`{e.name}`]({e.page})", *e.cells] for e in entries())]
+    head, *body = [f"| {' | '.join(row[i] for i in shown)} |\n" for row in rows]
+    return "".join([head, f"|{'---|' * len(shown)}\n", *body])
 
 
 if __name__ == "__main__":
-    print(markdown(*sys.argv[1:2]), end="")
+    print(markdown(), end="")

@@ -50,12 +50,12 @@ def test_file_says_what_the_code_says(file: Path) -> None:
 def test_algorithm_has_a_page(algorithm: str) -> None:
     page = PAGES / catalogue.Entry.of(getattr(algorithms, algorithm)).page
     assert page.exists(), f"{algorithm} has no page {name(page)}: CONTRIBUTING.md shows one"
-    text = page.read_text()
+    text, overview = page.read_text(), (PAGES / "index.md").read_text()
+    assert f"| [`{algorithm}`]({page.name}) |" in overview
     parts = {
         "command": rf"--model {algorithm}\b",
         "box": '<div class="box"',
         "code": "<!-- /code -->",
-        "row of the catalogue": rf"\| \[`{algorithm}`\]",
         "row of the digits": rf"\| {algorithm} \|",
     }
     missing = [part for part, pattern in parts.items() if not re.search(pattern, text)]

@@ -324,7 +324,8 @@ def test_every_cell_is_made(paper: str, part: int, parsed: FederatedCLI) -> None
 def test_page_holds_numbers_files_rows_and_figures() -> None:
     pages = {path: path.read_text() for path in (PAGE, *PAPER_PAGES)}
     found = [(kind, *filter(None, of)) for page in pages.values() for kind, *of, _ in BLOCK.findall(page)]
-    tables = {("papers", cell.paper, cell.table) for cell in find()}
+    repeats = ("papers", "fedgloss", "7")  # tests/results/test_papers.py
+    tables = {("papers", c.paper, c.table) for c in find() if c.table not in CODE} - {repeats}
     expected = tables | {(kind, paper) for kind in ("files", "rows", "figures") for paper in PAPERS}
     assert len(found) == len({*found}) and {*found} == expected | {("known", "cells"), ("known", "figures")}
 

@@ -116,14 +116,13 @@ def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.Capture
     assert text.startswith("# Title\n\n<!-- gpu -->\n\n## Measured: A GPU") and text.endswith(
         "<!-- /gpu -->\n\nThe end.\n"
     )
-    assert "| FedAvg | 1.0e-12 |  | **5.0e-01** |  |" in text and "| FedSAM |  |  | **error** |  |" in text
-    assert "| resume, graphed |  | **on disk** |" in text and "RuntimeError: illegal access" in text
-    # plain: 100 operations, 8 steps, 5 clients at 1e5 a second are 0.04 of 0.1 s; 8 * 5 * 1e8 FLOPs at 1e12 are 0.004 s
-    assert "| plain loop | float32 | 5 | 1 | 100 | 400 | 50 | 1.00 | 40% | 4% |" in text
-    # graphed: 100 operations, 8 steps at 1e6 a second are 0.0008 of 0.01 s
-    assert "| graphed | float32 | 5 | 1 | 10 | 4000 | 500 | 10.00 | 8% | 40% | 1.50 | 2.0 |" in text
-    assert "| FedAvg | 3000 | 48.00 ± 1.00 | 48.60 ± 5.01 |  | 70 | 148 |" in text
-    assert "| FedSAM | 2007, cut off |" in text
+    assert "| sequential | 1 | 1 | 1.0e-12 |  |" in text
+    assert "| graphed | 3 | 0 |  | **FedAvg** (5.0e-01), **FedSAM**, **resume** (on disk) |" in text
+    assert "RuntimeError: illegal access" in text
+    # 8 * 5 * 1e8 FLOPs at 1e12 are 0.004 of 0.01 s
+    assert "| W1, FedAvg | graphed | float32 | 5 | 10 | 100 | 10.00 | 40% | 1.50 |" in text
+    assert "| FedAvg | 3000 | 48.00 ± 1.00 | 48.60 ± 5.01 | 70 | 148 |" in text
+    assert "| FedSAM | 2007, cut off | 45.00 (1, rounds 2000 to 2000) |" in text
     assert "MOON, compiled" in text and "Not reached: FedSAM, FedGMT" in text
 
 
@@ -205,7 +204,7 @@ def test_speed_in_small_with_its_report(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(PAGE)
     run(tmp_path, "speed=600", "--report", "page.md")
     whole(tmp_path, "speed")
-    assert "| W3-MLP | FedAvg | graphed | float32 | 3 | 2 |" in (tmp_path / "page.md").read_text()
+    assert "| W3-MLP, FedAvg, 2 seeds | graphed | float32 | 3 |" in (tmp_path / "page.md").read_text()
 
 
 LIMIT, DATA = 62.0, 55.5
