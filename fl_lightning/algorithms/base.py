@@ -102,7 +102,7 @@ class LocalObjective(Composed, SupervisedModule):
         self.server_update = ServerUpdate() if server_update is None else server_update
         self.averaging = averaging
         self.weighting: Weighting = weighting or self.default_weighting
-        self.relaxed_init, self.starts_relaxed = relaxed_init, relaxed_init != 0
+        self.relaxed_init = relaxed_init
         if init_weights is not None:
             weights.initialize(net, init_weights)
         complex = [n for n, x in (*net.named_parameters(), *net.named_buffers()) if x.is_complex()]

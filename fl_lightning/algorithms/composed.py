@@ -32,18 +32,19 @@ class Composed(Hooks):
     averaging: Averaging | None
     net_buffers: Buffers | None
     relaxed_init: float
-    starts_relaxed: bool
+    _began_relaxed: bool | None = None
     parts: Sequence[Part]
 
     @property
     def all_parts(self) -> list[Part]:
         """The parts of this objective, in the order in which their hooks run."""
+        relaxes = self.relaxed_init != 0 if self._began_relaxed is None else self._began_relaxed
         ensure(
-            self.starts_relaxed or not self.relaxed_init,
-            f"model.relaxed_init = {self.relaxed_init}: was 0 when the model was made, so clients keep no last model; "
-            "give it then, or a small one",
+            relaxes or not self.relaxed_init,
+            f"model.relaxed_init = {self.relaxed_init}: was 0 when the run began, so clients keep no last model; begin "
+            "with it, or with a small one",
         )
-        relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if self.starts_relaxed else None
+        relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if relaxes else None
         named = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
         return [*(part for part in named if part is not None), *self.parts]
 
@@ -73,7 +74,7 @@ class Composed(Hooks):
             for path, owner in named.items()
             if owner is not None
             for name, v in vars(owner).items()
-            if isinstance(v, bool | int | float | str) and name != "training" and not name.startswith("_")
+            if type(v) in (int, float) or (isinstance(v, bool | str) and name != "training" and name[0] != "_")
         }
 
     def local_numbers(self) -> dict[str, float]:

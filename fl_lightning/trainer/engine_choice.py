@@ -23,7 +23,7 @@ def choose_engine(runs: Sequence[Run]) -> None:
     """
     run, fabric, given = runs[0], runs[0].fabric, runs[0].settings.engine
     for each in runs:
-        if each.objective.counts_passes and not each.finished:
+        if each.objective.counts_passes and each.timing is not None and not each.finished:
             _count_passes(each)
     chosen: EngineName = run.restored.get("engine", "auto") if given == "auto" else given
     if chosen == "auto" and run.finished:
@@ -44,7 +44,7 @@ def choose_engine(runs: Sequence[Run]) -> None:
 
 
 def _count_passes(run: Run) -> None:
-    """Counts the passes of a local step of the user's own, which clocks and metrics need: of one step of a client."""
+    """Counts the passes of a local step of the user's own in one step of a client: the clock needs them before round 1."""
     jobs = _sample([run])
     if run.fabric.is_global_zero:
         next(iter(run.engine.train([excerpt(jobs[0], [0])])))

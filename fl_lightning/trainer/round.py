@@ -264,6 +264,7 @@ class Phase:
         taken = [self._take(result) for result in self._clocked(results)]
         if self._copies:
             self._copies.check("in local training")
+            self._count_passes()
         for owner, name in self._watched.changed():
             if name[0] != "_":
                 warn(
@@ -288,6 +289,12 @@ class Phase:
             if self.run.settings.on_divergence == "stop":
                 raise
             self.round.leave(why)
+
+    def _count_passes(self) -> None:
+        """Takes the numbers of passes of a step that the engine has counted, if the algorithm does not declare them."""
+        run = self.run
+        if run.objective.counts_passes and not (self.alone or run.objective.counted_passes):
+            run.objective.counted_passes = run.fabric.broadcast(run.engine.counted_passes)
 
     def observe(self, results: Iterable[LocalResult]) -> None:
         """Takes the local results one by one and keeps none: a dry round without the server's step.

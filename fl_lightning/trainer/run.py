@@ -187,6 +187,7 @@ class Run:
         self.settings, self.callbacks, self.loggers = settings, list(callbacks), list(loggers)
         self.objective, self.data, self.kind, self.varied = objective, data, kind, dict(varied or {})
         self.fabric, self.seed = settings.fabric, settings.seed
+        objective._began_relaxed = objective.relaxed_init != 0
         self.max_rounds, self.dtype = settings.max_rounds, settings.dtype
         self.name = settings.run_name(objective, data, kind)
         settings.launch()

@@ -106,7 +106,7 @@ def by(k: float) -> Any:
     ids=["net", "closure", "partial", "tensor", "state_dict"],
 )
 def test_description_tells_things_apart_by_their_content(make: Any) -> None:
-    one, same, other = (as_setting(make(k)) for k in (2, 2, 3))
+    one, same, other = (as_setting(make(k), weights=make is not Net) for k in (2, 2, 3))
     assert one == same != other and only_python({"x": one}) and "0x" not in one
 
 

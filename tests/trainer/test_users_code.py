@@ -306,7 +306,7 @@ class Relaxes(Callback):
 
 def test_relaxed_initialization_may_end_in_a_run_and_not_begin(tmp_path: Path) -> None:
     assert fit(FedAvg(net(), relaxed_init=0.1), tmp_path, Relaxes(0.0)).rounds_done == 4
-    with pytest.raises(UserError, match=r"model\.relaxed_init = 0\.2: was 0 when the model was made"):
+    with pytest.raises(UserError, match=r"model\.relaxed_init = 0\.2: was 0 when the run began"):
         fit(FedAvg(net()), tmp_path, Relaxes(0.2))
 
 
