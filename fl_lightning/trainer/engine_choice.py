@@ -44,7 +44,7 @@ def choose_engine(runs: Sequence[Run]) -> None:
 
 
 def _count_passes(run: Run) -> None:
-    """Counts the passes of a local step of the user's own in one step of a client: the clock needs them before round 1."""
+    """Counts the passes of a local step of the user's own in a client's step: a clock needs them before round 1."""
     jobs = _sample([run])
     if run.fabric.is_global_zero:
         next(iter(run.engine.train([excerpt(jobs[0], [0])])))
