@@ -151,6 +151,7 @@ class LocalObjective(Composed, SupervisedModule):
         check_owners("client state", [("local training", ["start"]), *local, optimizer])
         check_owners("server state", [("the model", ["w"]), *((label, owner.server_state) for label, owner in owners)])
         check_owners("the upload", [("the context", ["k_lr"]), *((label, owner.up) for label, owner in owners)])
+        check_owners("the log", [(label, owner.logs) for label, owner in owners])
         check_owners("the name", [(f"{label}.down", owner.down) for label, owner in owners])
         ensure("w" in self.down, f"{name}.down = {self.down}: lacks 'w', the model that clients start from; add it")
 

@@ -128,6 +128,11 @@ class Composed(Hooks):
         return tuple(n for x in self._owners for n in x.down), tuple(n for x in self._owners for n in x.up)
 
     @property
+    def all_logs(self) -> tuple[str, ...]:
+        """Names of the numbers that hooks log."""
+        return tuple(name for owner in self._owners for name in owner.logs)
+
+    @property
     def all_references(self) -> dict[str, str | float]:
         """References of this objective and its parts."""
         return {name: of for owner in self._owners for name, of in owner.references.items()}

@@ -26,6 +26,7 @@ class Hooks:
         server_state: State that the server keeps in addition to ``w``.
         down: Names of server state that is sent to a client; one of them is ``w``.
         up: Names that a client uploads.
+        logs: Names of the numbers that `local_end` and `server_step` log, by ``ctx.log``.
         references: For each upload the value that clipping rules subtract first: the name of a value that is sent,
             "zeros" for a vector ``(d,)``, or a number for a scalar ``(1,)``. An upload without one cannot be clipped,
             so the algorithm cannot be trained under differential privacy.
@@ -52,6 +53,7 @@ class Hooks:
     server_state: Mapping[str, Init] = {}
     down: tuple[str, ...] = ("w",)
     up: tuple[str, ...] = ("w",)
+    logs: tuple[str, ...] = ()
     references: Mapping[str, str | float] = {"w": "w"}
     recalled: tuple[str, ...] = ()
     surveys: bool = False

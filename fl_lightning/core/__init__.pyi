@@ -109,6 +109,7 @@ from .secrets import hidden_words as hidden_words
 from .state import ClientContext as ClientContext
 from .state import Draws as Draws
 from .state import Init as Init
+from .state import Logs as Logs
 from .state import RoundContext as RoundContext
 from .state import State as State
 from .state import Upload as Upload

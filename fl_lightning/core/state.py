@@ -1,5 +1,6 @@
 """The arguments of an algorithm's hooks: named vectors, random numbers, contexts, and averages of the uploads."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -144,6 +145,50 @@ class Draws:
         return (torch.stack(drawn) if self.together else drawn[0]).to(self.device)
 
 
+class Logs:
+    """Numbers that hooks log.
+
+    Args:
+        names: Their names.
+
+    Attributes:
+        values: Those logged so far.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.names, self.values = tuple(names), dict[str, Tensor]()
+
+    def row(self, name: str, n: int, like: Tensor) -> Tensor:
+        """Returns a number of each of ``n`` clients, ``(n,)``, of the dtype of ``like``; NaN: it was not logged."""
+        value = self.values.get(name)
+        return like.new_full((n,), math.nan) if value is None else value.reshape(-1)[:n].to(like).expand(n)
+
+    def by_client(self, n: int, like: Tensor) -> "list[Logs]":
+        """Returns the numbers of each of ``n`` clients."""
+        columns, each = (
+            {name: self.row(name, n, like).unbind() for name in self.values},
+            [Logs(self.names) for _ in range(n)],
+        )
+        for i, logs in enumerate(each):
+            logs.values.update({name: column[i] for name, column in columns.items()})
+        return each
+
+    @staticmethod
+    def means(names: Iterable[str], rows: Sequence[Tensor], server: Sequence[float]) -> dict[str, float]:
+        """Returns what is logged in a round: numbers of the server, else means over the clients; NaN are none.
+
+        Args:
+            names: Their names.
+            rows: The clients' numbers, ``(clients,)`` each, on the CPU.
+            server: The server's.
+        """
+        found = {
+            name: float(row.nanmean()) if math.isnan(of) else of
+            for name, row, of in zip(names, rows, server, strict=True)
+        }
+        return {f"algorithm/{name}": value for name, value in found.items() if not math.isnan(value)}
+
+
 @dataclass(frozen=True)
 class RoundContext:
     """The context of a round.
@@ -154,6 +199,7 @@ class RoundContext:
         m: Number of clients, M; that of this round's cohort is ``uploads.n``.
         flat: Layout of the weight vector.
         phase: Phase of the round, counted from 0.
+        logs: The numbers that `log` takes; None where there are none.
     """
 
     t: int
@@ -161,6 +207,23 @@ class RoundContext:
     m: int
     flat: FlatSpec
     phase: int = 0
+    logs: Logs | None = None
+
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Logs a number of the round as ``algorithm/<name>``; of clients the mean, of a phase the last one.
+
+        Args:
+            name: Its name, one of ``logs`` of the algorithm or the part.
+            value: The number: of one client or the server one value, of several clients ``(clients, 1)``, as a norm
+                over the last axis with keepdim.
+
+        Raises:
+            UserError: If it is not declared, or if this is neither `local_end` nor the server's step.
+        """
+        ensure(self.logs is not None, f"ctx.log: '{name}' is logged elsewhere than in local_end and server_step")
+        assert self.logs is not None
+        ensure(name in self.logs.names, f"ctx.log: declare '{name}' in logs, as logs = ('{name}',)")
+        self.logs.values[name] = torch.as_tensor(value)
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,8 @@ def _leaving(result: LocalResult) -> dict[str, Tensor]:
     """Returns all that leaves a local training, by its name in messages."""
     uploads = {f"upload '{name}'": value for name, value in result.upload.items()}
     state = {f"state '{name}'": value for name, value in result.state.items()}
-    return {"the weights": result.w, **uploads, **state, "the loss": result.loss}
+    logs = {f"log '{name}'": result.logs.row(name, 1, result.loss)[0] for name in result.logs.values}
+    return {"the weights": result.w, **uploads, **state, **logs, "the loss": result.loss}
 
 
 def _converted(jobs: Sequence[Job]) -> list[Job]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
 from fl_lightning.algorithms.parts import Take, kept, pair_of, value_of
-from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, State, Upload, UserError
+from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, Logs, State, Upload, UserError
 from fl_lightning.data.minibatches import Minibatches
 
 COLUMNS = ("lr", "K", "K_missed", "k_lr", "n_k", "n_mean")
@@ -57,6 +57,7 @@ class LocalResult:
         ctx: Its context.
         finite: Whether all that it uploads and keeps is finite, a scalar tensor.
         buffers: The net's buffers after the last step, ``(b,)``, if it has any.
+        logs: The numbers that its hooks have logged.
     """
 
     client: int
@@ -68,6 +69,7 @@ class LocalResult:
     ctx: ClientContext
     finite: Tensor
     buffers: Tensor | None = None
+    logs: Logs = field(default_factory=Logs)
 
 
 @dataclass(frozen=True)
@@ -263,13 +265,13 @@ class Engine:
             w = torch.where(moving, w, carry.w)
         return Carry(w, kept(client, carry.state), losses[0])
 
-    def finish(self, carry: Carry, fixed: Fixed) -> tuple[Upload, State]:
-        """Calls the hooks after the last step; returns the upload, and the state that the client keeps."""
-        objective, client = self.objective, carry.state | {"start": fixed.start}
+    def finish(self, carry: Carry, fixed: Fixed) -> tuple[Upload, State, Logs]:
+        """Calls the hooks after the last step; returns the upload, what the client keeps, and what is logged."""
+        objective, client, logs = self.objective, carry.state | {"start": fixed.start}, Logs(self.objective.all_logs)
         if fixed.ctx.draws is not None:
             fixed.ctx.draws.move_to(Draws.END)
-        upload, client = objective.finish_local(carry.w, client, fixed.received, fixed.ctx)
-        return upload, kept(client, carry.state).only(objective.client_inits())
+        upload, client = objective.finish_local(carry.w, client, fixed.received, replace(fixed.ctx, logs=logs))
+        return upload, kept(client, carry.state).only(objective.client_inits()), logs
 
     def context(self, job: Job) -> ClientContext:
         """Returns the context that the hooks see: with the client's class counts if the objective uses them."""

@@ -17,6 +17,7 @@ from fl_lightning.algorithms.module import Losses
 from fl_lightning.core import (
     ClientContext,
     Draws,
+    Logs,
     State,
     Upload,
     UserError,
@@ -114,12 +115,22 @@ class BatchedEngine(Engine):
             rows = self._widened(jobs)
             clients = [job.minibatches for job in jobs]
             batch = clients[0].source.batch_size or 1 << (max(max(each.sizes) for each in clients) - 1).bit_length()
-            carry, upload, state = self._trained(rows, blocks(clients, len(rows), batch))
+            carry, upload, state, logs = self._trained(rows, blocks(clients, len(rows), batch))
             finite, loss = self._summary(jobs, carry, upload, state)
         n = len(jobs)  # the rest is padding
-        each = zip(jobs, carry.w[:n], by_client(upload, n), by_client(state, n), loss, finite, strict=True)
+        each = zip(
+            jobs,
+            carry.w[:n],
+            by_client(upload, n),
+            by_client(state, n),
+            loss,
+            finite,
+            logs.by_client(n, loss),
+            strict=True,
+        )
         return [
-            LocalResult(job.client, job.received, w, up, State(row), x, job.ctx, ok) for job, w, up, row, x, ok in each
+            LocalResult(job.client, job.received, w, up, State(row), x, job.ctx, ok, logs=own)
+            for job, w, up, row, x, ok, own in each
         ]
 
     @contextmanager
@@ -165,8 +176,8 @@ class BatchedEngine(Engine):
         """Returns jobs and padding, clients that take no step."""
         return [*jobs, *repeat(jobs[0], self.widened(len(jobs)) - len(jobs))]
 
-    def _trained(self, rows: Sequence[Job], blocks: Iterable[Block]) -> tuple[Carry, Upload, State]:
-        """Returns what local training ends with, uploads and states; each has a row for each client, or one for all."""
+    def _trained(self, rows: Sequence[Job], blocks: Iterable[Block]) -> tuple[Carry, Upload, State, Logs]:
+        """Returns what local training ends with, uploads, states and logs; each has a row a client, or one for all."""
         like, width = rows[0].received.w, len(rows)
         settings = {
             n: to_device([[job.settings[n]] for job in rows], like.device, like.dtype) for n in rows[0].settings
@@ -179,9 +190,9 @@ class BatchedEngine(Engine):
             carry, fixed = self.begin(state, received, ctx, received.w.expand(width, -1))
             for block in blocks:
                 carry = self.steps(carry, block, fixed, settings)
-            upload, state = self.finish(carry, fixed)
+            upload, state, logs = self.finish(carry, fixed)
         uploads, states = ({n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in (upload, state))
-        return carry, uploads, State(states)
+        return carry, uploads, State(states), logs
 
     def _summary(self, jobs: Sequence[Job], carry: Carry, upload: Upload, state: State) -> tuple[Tensor, Tensor]:
         """Returns whether each client's upload and state are finite, and its loss, ``(clients,)``."""

@@ -17,6 +17,7 @@ from fl_lightning.core import (
     ClientContext,
     Draws,
     Init,
+    Logs,
     RoundContext,
     State,
     Upload,
@@ -59,7 +60,8 @@ class Trained:
 
     Attributes:
         server: The server's state.
-        numbers: 0, or NaN if something is not finite; and the training loss of each client, ``(1 + clients,)``.
+        numbers: 0, or NaN if something is not finite; the training loss of each client; for each name that hooks log
+            the clients' numbers; and the server's.
         bits: Bits that went over the wire.
         training_s: Seconds of local training; of a recorded round, seconds of the whole round.
     """
@@ -68,6 +70,11 @@ class Trained:
     numbers: Tensor
     bits: int
     training_s: float
+
+    def split(self, clients: int, logs: int) -> tuple[Tensor, Sequence[Tensor], list[float]]:
+        """Returns the losses of so many clients, and for each name that is logged their numbers, and the server's."""
+        losses, rows, server = torch.split(self.numbers[1:], [clients, logs * clients, logs])
+        return losses, rows.view(logs, clients).unbind() if logs else (), server.tolist()
 
 
 class Table:
@@ -205,20 +212,23 @@ class Rounds:
             `Trained`.
         """
         objective, ctx, width = self.objective, fixed.ctx, len(carry.w)
-        all_uploads, states = self.engine.finish(carry, fixed)
+        all_uploads, states, logs = self.engine.finish(carry, fixed)
         upload, state = (
             {name: (v if v.ndim > 1 else v.expand(width, -1))[:n] for name, v in group.items()}
             for group in (all_uploads, states)
         )
         watched = Watched((objective, *objective.all_parts))
-        after = objective.finish_phase(server, sent, average(upload), _of_server(ctx))
-        after = objective.finish_round(after, server, _of_server(ctx))
+        of_server = Logs(logs.names)
+        now = replace(_of_server(ctx), logs=of_server)
+        after = objective.finish_phase(server, sent, average(upload), now)
+        after = objective.finish_round(after, server, now)
         watched.warn_of_server(numbers=False)
         # infinity times 0 is NaN, which no sum loses
         zeros = [(v * 0).sum() for v in (*upload.values(), *state.values(), *after.values())]
         steps: Any = ctx.K  # (clients, 1)
         loss = carry.loss[:n] / steps.clamp(min=1)[:n, 0]
-        numbers = torch.cat([torch.stack(zeros).sum()[None].to(loss), loss]).to(accumulator_dtype(loss.device))
+        logged = [row for of, n in ((logs, n), (of_server, 1)) for name in of.names for row in [of.row(name, n, loss)]]
+        numbers = torch.cat([torch.stack(zeros).sum()[None].to(loss), loss, *logged]).to(accumulator_dtype(loss.device))
         kept = [objective.finish_client(State(row), after) for row in by_client(state, n)]
         rows = {name: torch.stack([row[name] for row in kept]) for name in state}
         return after, rows, numbers, self.bits(sent, upload, n)

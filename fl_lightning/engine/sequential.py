@@ -43,10 +43,10 @@ class SequentialEngine(Engine):
             if objective.net_buffers is not None and objective.alone(ctx) is None:
                 buffers = objective.net_buffers.vector(objective.net)
                 carry = replace(carry, state=carry.state | {"buffers": buffers})
-            upload, client = self.finish(carry, fixed)
+            upload, client, logs = self.finish(carry, fixed)
         finite = State(upload).finite() & client.finite()
         loss = torch.stack(losses).mean()
-        return LocalResult(job.client, job.received, carry.w, upload, client, loss, job.ctx, finite, buffers)
+        return LocalResult(job.client, job.received, carry.w, upload, client, loss, job.ctx, finite, buffers, logs)
 
     def _evaluation(self, batch: tuple[Tensor, Tensor], fixed: Fixed, job: Job, number: int) -> Evaluation:
         """Returns the function of a point that evaluates gradient and loss on one minibatch.

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 import torch
 
-from fl_lightning.core import State, ensure
+from fl_lightning.core import Logs, State, ensure
 from fl_lightning.data.minibatches import CHUNK
 from fl_lightning.engine.batched import BatchedEngine, is_out_of_memory
 from fl_lightning.engine.recorded_rounds import rounds_of
@@ -79,10 +79,12 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
     training_s, last = sum(done.training_s for done in trained), len(trained) - 1
     for i, (cohort, done) in enumerate(zip(cohorts, trained, strict=False)):
         run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
-        steps, losses = sum(cohort.attendance.steps.values()), done.numbers[1:]
+        n, names = len(cohort.clients), run.objective.all_logs
+        steps, (losses, rows_of, of_server) = sum(cohort.attendance.steps.values()), done.split(n, len(names))
         passes = steps * sum(run.objective.step_passes)
         metrics = {
             "client/train/loss": float(losses.mean()),
+            **Logs.means(names, rows_of, of_server),
             "client/refused": 0,
             **divergences(run),
             **(run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}),

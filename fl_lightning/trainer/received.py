@@ -35,6 +35,7 @@ class Arrivals:
     Attributes:
         accepted: Whether each client's upload and state are finite, in cohort order.
         losses: Training loss of each accepted client, ``(accepted,)``, on the CPU.
+        logged: The same of each number that hooks log.
         shapes: Shape of each uploaded name.
 
     Raises:
@@ -52,15 +53,20 @@ class Arrivals:
                     f"model = {type(run.objective).__name__}: client {result.client} uploads {name} of shape "
                     f"{found[name]}, the first client {self.shapes[name]}; return the same shape for every client"
                 )
-        table = torch.zeros(2, len(cohort.clients), dtype=accumulator_dtype(like.device), device=like.device)
-        if results:  # is it finite, and its loss
+        names = run.objective.all_logs
+        table = torch.zeros(
+            2 + len(names), len(cohort.clients), dtype=accumulator_dtype(like.device), device=like.device
+        )
+        if results:  # is it finite, its loss, and what it logs
             mine = to_device(cohort.shares[run.fabric.global_rank], like.device)
-            columns = ([r.finite for r in results], [r.loss for r in results])
+            logged = [[r.logs.row(name, 1, like)[0] for r in results] for name in names]
+            columns = ([r.finite for r in results], [r.loss for r in results], *logged)
             table[:, mine] = torch.stack([torch.stack(column).to(table.dtype) for column in columns])
         if cohort.clients:
             collectives.all_reduce_sum(run.fabric, table)
-        finite, losses = table.cpu().unbind()  # the only time that a round waits for local training
-        self.accepted, self.losses = [bool(x) for x in finite.tolist()], losses[finite.bool()]
+        finite, *rows = table.cpu().unbind()  # the only time that a round waits for local training
+        self.losses, *self.logged = [row[finite.bool()] for row in rows]
+        self.accepted = [bool(x) for x in finite.tolist()]
 
     @property
     def refused(self) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import value_of
-from fl_lightning.core import DivergenceError, RoundContext, State, Watched, wait_for
+from fl_lightning.core import DivergenceError, Logs, RoundContext, State, Watched, wait_for
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
@@ -43,6 +43,7 @@ class Round:
         failed: Clients whose upload was not finite ("refused"), and those of the run's other kinds of failure.
         diverged: Why the round has no finite result, if the run goes on nonetheless.
         aggregated: Metrics of the rule that combines the uploads, of the last phase.
+        logged: Numbers that hooks have logged.
         attended: Who has answered in each phase.
         arrivals: What has arrived since the server's last step.
         bits: Bits that went over the wire.
@@ -63,7 +64,7 @@ class Round:
         self.losses = torch.zeros(0)
         self.failed: dict[str, list[int]] = {"refused": [], **{kind: [] for kind in run.failure_kinds}}
         self.diverged: DivergenceError | None = None
-        self.aggregated: dict[str, float] = {}
+        self.aggregated, self.logged = dict[str, float](), dict[str, float]()
         self.attended, self.arrivals = list[Attendance](), list[Arrivals]()
         self.bits = self.steps = self.passes = 0
         self.training_s = 0.0
@@ -131,6 +132,7 @@ class Round:
         return {
             **loss,
             **self.aggregated,
+            **self.logged,
             **{f"client/{kind}": len(clients) for kind, clients in self.failed.items()},
             **divergences(run, self.diverged is not None),
             **(run.timing.metrics(run.metrics, self.attended) if run.timing else {}),
@@ -307,7 +309,9 @@ class Phase:
 
     def _step(self, arrivals: Arrivals) -> None:
         """Makes the server's step, and takes the clients' rows; if nobody has answered, everything stays as it was."""
-        objective, of, rule, now = self.run.objective, self.round, self.run.aggregation, self.now
+        objective, of, rule = self.run.objective, self.round, self.run.aggregation
+        logs = Logs(objective.all_logs)
+        now = replace(self.now, logs=logs)
         everything, of.arrivals = of.arrivals, []
         if not self.cohort.clients and not rule.empty:
             return of.leave()
@@ -336,6 +340,9 @@ class Phase:
         of_rule.warn_of_server(numbers=True)
         self._keep(arrivals)
         of.losses = torch.cat([each.losses for each in everything])
+        if logs.names:
+            numbers = [torch.cat(of_each) for of_each in zip(*(each.logged for each in everything), strict=True)]
+            of.logged |= Logs.means(logs.names, numbers, [float(logs.row(n, 1, of.server.w)) for n in logs.names])
 
     def _keep(self, arrivals: Arrivals) -> None:
         """Takes the clients' rows."""

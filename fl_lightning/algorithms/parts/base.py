@@ -48,6 +48,7 @@ class Part(Checked, key="model.parts"):
         server_state: The same for the server.
         down: Names that are sent to a client, in addition to the algorithm's.
         up: Names that a client uploads, in addition to the algorithm's.
+        logs: Names of the numbers that `local_end` logs, by ``ctx.log``.
         trains_alone: Whether a client also trains before each round, by itself, from its own model (`client_model`).
         epochs_alone: The epochs of that; 0: as many steps as in the round, on the same minibatches.
         ascends_alone: Whether ``model.ascent`` acts on its steps, too.
@@ -62,6 +63,7 @@ class Part(Checked, key="model.parts"):
     server_state: Mapping[str, Init] = {}
     down: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
+    logs: tuple[str, ...] = ()
     trains_alone: bool = False
     epochs_alone: int = 0
     ascends_alone: bool = False
