@@ -17,3 +17,8 @@ for (const code of document.querySelectorAll(":not(pre) > code")) {
     }));
   }
 }
+
+// Keeps a number and its deviation on one line.
+for (const cell of document.querySelectorAll("td")) {
+  if (/\d ± \d/.test(cell.innerHTML)) cell.innerHTML = cell.innerHTML.replaceAll(" ± ", "\u00a0±\u00a0");
+}
