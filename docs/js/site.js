@@ -17,3 +17,10 @@ for (const code of document.querySelectorAll(":not(pre) > code")) {
     }));
   }
 }
+
+// Keeps a number and its deviation on one line, and in tables that scroll anyway each cell of numbers.
+for (const table of document.querySelectorAll("article table")) {
+  const numbers = [...table.querySelectorAll("td")].filter(cell => /^[-+−±\d.e,[\]\s]+$/.test(cell.textContent));
+  for (const cell of numbers) if (cell.textContent.includes("±")) cell.style.whiteSpace = "nowrap";
+  if (table.scrollWidth > table.closest("article").clientWidth) for (const cell of numbers) cell.style.whiteSpace = "nowrap";
+}

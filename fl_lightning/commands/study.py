@@ -98,6 +98,7 @@ def _show(page: str, out: str | None) -> None:
         print(page, end="")
     else:
         write_atomically(make_folder(Path(out).parent) / Path(out).name, page)
+        say(f"written: {out}")
 
 
 def _rows(paths: Sequence[str]) -> Mapping[Path, list[str]]:

@@ -12,6 +12,7 @@ import io
 import json
 import lzma
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -26,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, json_text, make_folder, parse_json, write_atomically
+from fl_lightning.core import UserError, ensure, json_text, make_folder, parse_json, write_atomically
 from fl_lightning.results.metrics import FILE, table_text
 from fl_lightning.results.yaml_text import load_yaml
 
@@ -69,7 +70,7 @@ class Store:
         lines: The lines of ``rows.jsonl``.
 
     Raises:
-        UserError: If ``rows.jsonl`` is damaged.
+        UserError: If ``rows.jsonl`` is damaged, or has two rows of one name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,6 +78,9 @@ class Store:
         path = folder / ROWS
         texts = path.read_bytes().splitlines() if path.is_file() else []
         self.lines: list[Line] = [parse_json(text, path, LINE) for text in texts]
+        twice = [row for row, n in Counter(line["row"] for line in self.lines).items() if n > 1]
+        remedy = "restore it, and join stores by fl-lightning study add"
+        ensure(not twice, f"{path}: several rows {', '.join(twice)}; {remedy}")
 
     def matching(self, name: str) -> list[Line]:
         """Returns the lines of a row, of the rows below a name, or of a shell's pattern of both; of all for ``.``."""

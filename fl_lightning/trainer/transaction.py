@@ -34,7 +34,7 @@ def transaction(run: Run) -> Iterator[None]:
 
 @contextmanager
 def before_the_round(run: Run) -> Iterator[None]:
-    """Within it, state and clients' rows are those before the round that has just been trained."""
+    """Within it, state and clients' rows are those before the round or program that has just been trained."""
     state, rows = run.state, run.clients.rollback()
     run.state = run.before[0]
     try:

@@ -280,6 +280,15 @@ def test_damaged_stores_are_a_line(name: str, copy: Path) -> None:
         compare(copy)
 
 
+def test_two_rows_of_one_name_are_a_line(copy: Path) -> None:
+    """As a merge of two branches may leave them; to compare the last one alone would hide the other."""
+    store = Store(copy)
+    store.lines[1]["row"] = name = store.lines[0]["row"]
+    store.write()
+    with pytest.raises(UserError, match=rf"rows\.jsonl: several rows {name}; restore it"):
+        compare(copy)
+
+
 @pytest.mark.parametrize(("key", "value"), [("row", "../out"), ("row", "/out"), ("files", {"../../out": "x"})])
 def test_a_strangers_store_writes_nothing_outside(key: str, value: Any, copy: Path) -> None:
     store = Store(copy)

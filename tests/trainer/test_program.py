@@ -18,6 +18,7 @@ from fl_lightning.core import DivergenceError, State
 from fl_lightning.engine.recorded_rounds import RecordedRounds
 from fl_lightning.trainer import program, resume
 from fl_lightning.trainer.callbacks import checkpoints
+from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
 from fl_lightning.trainer.participation.samplers import CohortSampler
 from fl_lightning.trainer.resume import save
 from fl_lightning.trainer.run import Run
@@ -135,6 +136,36 @@ def test_evaluated_rounds_are_programs_and_those_whose_local_models_are_needed_a
     check_same(*runs)
     alone = {t: torch.stack([w for of, w in found[1].models if of == t]) for t in (5, 19)}
     assert all(torch.equal(torch.stack([w for of, w in found[0].models if of == t]), v) for t, v in alone.items())
+
+
+class Ends(Callback):
+    """Ends the run after a round, the only one that it needs."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def needs_round(self, t: int) -> bool:
+        return t + 1 == self.rounds
+
+    def on_round_end(self, run: Run) -> None:
+        run.should_stop = run.rounds_done == self.rounds
+
+
+@pytest.mark.parametrize(
+    ("ends", "eval_every", "expected"),
+    [(99, 1, [4, 8, 12, 16, 20, 24, 26]), (99, 26, [4, 8, 12, 16, 20, 24, 26]), (7, 26, [4, 7]), (8, 26, [4, 8])],
+)
+def test_flatness_is_measured_in_the_same_rounds_with_the_same_models(
+    ends: int, eval_every: int, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the last round of a program, whose beginning and local models the monitor has not seen."""
+    runs = []
+    for _ in range(2):
+        monitor = fl.FlatnessMonitor(4, metrics=[LambdaMax(samples=99), Discrepancy(samples=99)])
+        runs.append(train(tmp_path, fl.SCAFFOLD, monitor, Ends(ends), eval_every=eval_every, eval_last=1))
+        assert [t for t, _ in metrics(runs[-1].folder.path)["flatness/discrepancy"]] == expected
+        one_by_one(monkeypatch)
+    check_same(*runs)
 
 
 class Counts(FedAvg):

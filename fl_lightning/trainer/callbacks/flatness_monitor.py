@@ -54,10 +54,11 @@ class FlatnessMonitor(Callback):
         self.metrics = default_measures() if metrics is None else metrics
         self._tracks = any(metric.tracks for metric in self.metrics)
         self._previous: Tensor | None = None
+        self._rounds = self._due = 0  # rounds of the run; the round that is measured, from 1
         self.load_state_dict({})
 
     def needs_round(self, t: int) -> bool:
-        return self._tracks or (t + 1) % self.every_n_rounds == 0
+        return self._tracks or (t + 1) % self.every_n_rounds == 0 or t + 1 == self._rounds
 
     def check(self, run: Run) -> None:
         if self._default:
@@ -65,6 +66,7 @@ class FlatnessMonitor(Callback):
         check_measures(self.metrics, run)
 
     def on_fit_start(self, run: Run) -> None:
+        self._rounds = run.max_rounds
         if not run.rounds_done:
             self.load_state_dict({})  # the monitor may have seen a run of another trainer
         self._previous = None if self._previous is None else self._previous.to(run.server.w)
@@ -77,7 +79,8 @@ class FlatnessMonitor(Callback):
 
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()
-        self._due = (ctx.t + 1) % self.every_n_rounds == 0 or ctx.t + 1 == ctx.rounds or run.should_stop
+        due = (ctx.t + 1) % self.every_n_rounds == 0 or ctx.t + 1 == ctx.rounds or run.should_stop
+        self._due = due * (ctx.t + 1)
         self._before, self._cohort = run.server, cohort
         self._mean = PseudoGradient(run) if self._tracks else None
         for measure in self._measures():
@@ -97,7 +100,7 @@ class FlatnessMonitor(Callback):
     def on_round_end(self, run: Run) -> None:
         started = time.perf_counter()
         mean = None if self._mean is None else self._mean.value()
-        if self._due:
+        if self._due == run.rounds_done:  # and not an earlier one, before a program
             context = MeasurementContext(
                 run, run.global_model, self._before, run.server, self._cohort, mean, self._previous
             )
@@ -111,7 +114,7 @@ class FlatnessMonitor(Callback):
             self._previous = mean
 
     def on_last_round(self, run: Run) -> None:
-        if not self._due:
+        if self._due != run.rounds_done:
             replay(run, self)
 
     def _measures(self) -> list[Measure]:
