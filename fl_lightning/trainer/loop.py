@@ -33,7 +33,7 @@ def rounds(run: Run, alone: bool) -> Steps:
         while not run.finished:
             with transaction(run):
                 trained = program.train(run) if alone else None
-                if trained is None:
+                if not (is_program := trained is not None):
                     cohort = Cohort.draw(run, run.rounds_done)
                     round_ = Round(run, cohort, partial(run.call, "on_local_end"))
                     run.call("on_round_start", run.round_context(cohort.t), cohort.clients)
@@ -41,22 +41,23 @@ def rounds(run: Run, alone: bool) -> Steps:
                         phase.aggregate((yield phase.jobs()))
                     round_.apply()
                     trained = round_.metrics(), round_.losses.tolist()
-                close(run, *trained)
+                close(run, *trained, is_program)
 
 
-def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = ()) -> None:
+def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = (), is_program: bool = False) -> None:
     """Ends a round: evaluates, calls the callbacks, and logs; one of the callbacks writes the checkpoint.
 
     Args:
         run: The run, which has taken over the result of the round.
         metrics: Metrics of the training.
         losses: Training loss of each client.
+        is_program: Whether it has ended a program: callbacks that see a round from its start have not seen it.
     """
     run.note(metrics)
     evaluated = run.evaluates(run.rounds_done)
     if evaluated:
         _evaluate(run, losses)
-    run.call("on_round_end")
+    run.call("on_round_end", but=("on_round_start", "on_local_end") if is_program else ())
     if run.stops():  # so this round is the last one
         if not evaluated:
             _evaluate(run, losses)

@@ -73,8 +73,9 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         """Returns whether the callback needs round ``t``, from 0: its local models, or the run at its end.
 
         By default it needs every round if it overrides a hook that a round calls, otherwise none. Rounds that nobody
-        needs may run as one program, which ends with one that somebody needs. In the last round of a program
-        `on_round_start` and `on_local_end` are called only if a callback that overrides one of them needs it.
+        needs may run as one program, which ends with one that somebody needs. A callback that overrides
+        `on_round_start` or `on_local_end` has that round to itself if it needs it, and else none of its hooks is called
+        but `on_round_logged`.
         """
         return self.overrides("on_round_start", "on_local_end", "on_round_end", "on_round_logged")
 
@@ -405,11 +406,12 @@ class Run:
             logger.log_metrics(metrics=logged if logger in own else published, step=self.rounds_done)
         return logged
 
-    def call(self, hook: str, *arguments: Any) -> None:
-        """Calls a hook of every callback."""
+    def call(self, hook: str, *arguments: Any, but: Sequence[str] = ()) -> None:
+        """Calls a hook of every callback, but for those that override one of other hooks."""
         started = time.perf_counter()
         for callback in self.callbacks:
-            getattr(callback, hook)(self, *arguments)
+            if not callback.overrides(*but):
+                getattr(callback, hook)(self, *arguments)
         self.callback_s += time.perf_counter() - started
 
     def needs_round(self, t: int) -> bool:

@@ -168,6 +168,28 @@ def test_flatness_is_measured_in_the_same_rounds_with_the_same_models(
     check_same(*runs)
 
 
+class Pairs(Callback):
+    """Needs some rounds, each from its start to its end."""
+
+    def __init__(self) -> None:
+        self.started, self.ended = list[int](), list[int]()
+
+    def needs_round(self, t: int) -> bool:
+        return t in (5, 19)
+
+    def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
+        self.started.append(ctx.t)
+
+    def on_round_end(self, run: Run) -> None:
+        self.ended.append(run.rounds_done - 1)
+
+
+def test_a_callback_sees_a_round_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Evaluation ends a program after each round, and calls no end of a round whose start was not called."""
+    train(tmp_path, FedAvg, pairs := Pairs(), eval_every=1)
+    assert pairs.started == pairs.ended == [0, 5, 19]
+
+
 class Counts(FedAvg):
     """Counts the server's steps outside its state."""
 
