@@ -11,13 +11,13 @@ from fl_lightning.engine.base import COLUMNS, Carry, Fixed
 def tensors_of(fixed: Fixed) -> dict[str, Tensor]:
     """Returns the tensors of the arguments that stay the same, by name."""
     columns = {name: getattr(fixed.ctx, name) for name in (*COLUMNS, "class_counts")}
-    tensors = {
+    return {
         **prefixed("received", fixed.received),
-        **prefixed("ctx", {name: v for name, v in columns.items() if v is not None}),
         **prefixed("teacher", _numbered(fixed.teachers)),
         **prefixed("constant", _numbered(fixed.constants)),
+        **({} if fixed.start is fixed.received.w else {"start": fixed.start}),
+        **prefixed("ctx", {name: v for name, v in columns.items() if v is not None}),
     }
-    return tensors if fixed.start is fixed.received.w else {**tensors, "start": fixed.start}
 
 
 def prefixed(prefix: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

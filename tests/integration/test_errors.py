@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -50,10 +51,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def early_line(*args: str) -> str | None:
-    try:
-        check_early(*args)
-    except (UserError, ArgumentsError) as error:
-        return f"error: {explain(error)}"
+    """What the check before the slow imports says of a command line."""
+    with patch.object(sys, "argv", ["fl-lightning", *args]):  # messages name its configs
+        try:
+            check_early(*args)
+        except (UserError, ArgumentsError) as error:
+            return f"error: {explain(error)}"
     return None
 
 
