@@ -96,7 +96,7 @@ SPLITtrace.json -> data.num_clients = 3, but 'trace.json' has 2 clients
 --model.parts+=Personal --model.parts.share=[last:x] -> model.parts: Personal.share = last:x: give a number of layers, such as last:1
 --model.parts+=Personal --model.parts.keep=[] --model.parts.share=[] -> Personal: keep and share are both given; give one of them
 --model.parts+=Personal --model.parts.epochs_alone=-1 -> epochs_alone = -1: give a whole number of 0 or more
---model.parts+=Personal --model.parts+=Ditto -> model.parts = Ditto: client state 'own' belongs to model.parts = Personal
+--model.parts+=Personal --model.parts+=Ditto -> model.parts: Personal and Ditto both train clients by themselves; take one
 --model.parts+=Personal --data.val_fraction=0.1 -> so there is no global model for data.val_fraction = 0.1, which must be 0
 --model.parts+=Personal --trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics=[LPF] -> so there is no global model for LPF
 --model.parts+=Personal --trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics=[LambdaMax] --trainer.callbacks.metrics.parameters=["3.*"] -> some stay with each client

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -52,11 +51,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def early_line(*args: str) -> str | None:
     """What the check before the slow imports says of a command line."""
-    with patch.object(sys, "argv", ["fl-lightning", *args]):  # messages name its configs
-        try:
-            check_early(*args)
-        except (UserError, ArgumentsError) as error:
-            return f"error: {explain(error)}"
+    configs = [arg.removeprefix("--config=") for arg in args if arg.startswith("--config=")]
+    try:
+        check_early(*args)
+    except (UserError, ArgumentsError) as error:
+        return f"error: {explain(error, configs)}"
     return None
 
 
