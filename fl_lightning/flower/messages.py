@@ -34,7 +34,7 @@ class NodeLost(UserError):
 Send: TypeAlias = Callable[[Mapping[int, Message]], Mapping[int, Message | UserError]]
 """Carries messages to nodes (by their numbers, from 0) and returns their replies, or why a node has none."""
 
-NOT_SENT = {"flat", "class_counts", "draws", "drawn"}
+NOT_SENT = {"flat", "class_counts", "draws", "logs", "drawn"}
 """What a node makes itself of a context, or has no use for, since its server has rounds."""
 CONTEXT = tuple(field.name for field in fields(ClientContext) if field.name not in NOT_SENT)
 """Attributes of a client's context that go over the wire."""
