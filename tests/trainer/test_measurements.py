@@ -698,7 +698,7 @@ def test_mistakes(args: list[str], text: str, runs: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fl_lightning", "landscape", "--ckpt_path", ckpt(runs["a"]), "--points=400"]
+    command = [sys.executable, "-m", "fl_lightning", "landscape", "--ckpt_path", ckpt(runs["a"]), "--points=800"]
     with subprocess.Popen([*command, f"--out={tmp_path}"], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert any(line.startswith("surface of") for line in child.stdout)
@@ -709,7 +709,7 @@ def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: P
     assert child.returncode == 130
     (made,) = json.loads((tmp_path / "surface.json").read_text()).values()
     losses = [v for row in made["loss"]["train"] for v in row]
-    assert 0 < made["missing"] == sum(v is None for v in losses) < len(losses) == 400**2
+    assert 0 < made["missing"] == sum(v is None for v in losses) < len(losses) == 800**2
 
 
 def test_a_run_says_where_it_keeps_how_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
