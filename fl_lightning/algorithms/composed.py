@@ -19,7 +19,7 @@ from fl_lightning.algorithms.parts import (
     pair_of,
     through,
 )
-from fl_lightning.core import ClientContext, FlatSpec, Init, RoundContext, State, ensure
+from fl_lightning.core import ClientContext, FlatSpec, Init, RoundContext, State, UserError, ensure
 
 
 class Composed(Hooks):
@@ -39,11 +39,11 @@ class Composed(Hooks):
     def all_parts(self) -> list[Part]:
         """The parts of this objective, in the order in which their hooks run."""
         relaxes = self.relaxed_init != 0 if self._began_relaxed is None else self._began_relaxed
-        ensure(
-            relaxes or not self.relaxed_init,
-            f"model.relaxed_init = {self.relaxed_init}: was 0 when the run began, so clients keep no last model; begin "
-            "with it, or with a small one",
-        )
+        if self.relaxed_init and not relaxes:
+            raise UserError(
+                f"model.relaxed_init = {self.relaxed_init}: was 0 when the run began, so clients keep no last model; "
+                "begin with it, or with a small one"
+            )
         relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if relaxes else None
         named = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
         return [*(part for part in named if part is not None), *self.parts]

@@ -173,7 +173,7 @@ class RecordedRounds(Rounds):
                 if record is None:
                     if len(known) == before + self.MOST:
                         return self._refuse()
-                    known.append(record := self._record({**named, **state}, ctx))
+                    known.append(record := self._record({**named, **state}, ctx, facts))
                 found.append(record)
             last = {**arrays[-1], **state}
             changed = self._changed(found[-1], last, contexts[-1]) if self._programs in self.COMPARED else []
@@ -198,7 +198,7 @@ class RecordedRounds(Rounds):
         self._refused = True
         return []
 
-    def _record(self, named: Tensors, ctx: ClientContext) -> RoundRecord:
+    def _record(self, named: Tensors, ctx: ClientContext, facts: Known) -> RoundRecord:
         stages, example = self._around(named, ctx)
         stages = {
             "send": stages["send"],
@@ -206,7 +206,7 @@ class RecordedRounds(Rounds):
             "receive": stages["receive"],
         }
         inputs = [*(name for name in named if name != "places"), *(f"t.{name}" for name in stages)]
-        return RoundRecord(stages, inputs, example, self._bits, known_of(named))
+        return RoundRecord(stages, inputs, example, self._bits, facts)
 
     def _around(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
         """Records what comes before and after the local steps of a round; returns it, and inputs of the steps.

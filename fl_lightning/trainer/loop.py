@@ -135,13 +135,14 @@ def _own_numbers(runs: Sequence[Run]) -> dict[Run, Mapping[str, float]]:
     """
     first, *others = [run.objective.local_settings() for run in runs]
     differ = {name for each in others for name, value in each.items() if value != first.get(name)} | {*runs[0].varied}
-    fixed = [name for name in differ if name not in runs[0].objective.local_numbers()]
+    numbers = {run: run.objective.local_numbers() for run in runs}
+    fixed = [name for name in differ if name not in numbers[runs[0]]]
     ensure(
         not fixed,
         f"model.{', '.join(fixed)}: runs of one program must have the same, and a callback has changed it in some of "
         "them; start them one by one",
     )
-    return {run: {name: run.objective.local_numbers()[name] for name in differ} for run in runs}
+    return {run: {name: its[name] for name in differ} for run, its in numbers.items()}
 
 
 def _break_off(steps: Sequence[Steps], error: BaseException) -> None:
