@@ -16,10 +16,10 @@ import torch
 from digits_table import PAGES, RUNS
 
 from fl_lightning import SGD, Digits, DigitsMLP, Dirichlet, FederatedTrainer, algorithms
-from fl_lightning.algorithms.catalogue import entries
 from fl_lightning.core.figures import COLORS, DASHES, PAGE, style
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.rng import generator
+from fl_lightning.engine.catalogue import entries
 from fl_lightning.flatness import random_plane, surface
 from fl_lightning.flatness.plots import Scale, draw_contour
 from fl_lightning.results.metrics import read_metrics

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from inspect import BoundArguments
 from typing import Any
 
@@ -24,10 +23,7 @@ from fl_lightning.algorithms.parts import (
     Policy,
     ServerUpdate,
     check_owners,
-    kept,
-    pair_of,
     through,
-    value_of,
 )
 from fl_lightning.core import (
     ClientContext,
@@ -131,7 +127,7 @@ class LocalObjective(Composed, SupervisedModule):
         for part in parts or ():
             name, slot = type(part).__name__, part.config_key
             ensure(slot == Part.config_key, f"{Part.config_key} = {name}: not in this list; set {slot} to it")
-        self.parts = [value_of(part.bind, self.flat) for part in parts or ()]
+        self.parts = [part.bind(self.flat) for part in parts or ()]
         ensure(
             not self.optimizer.keeps_state or not self.trains_alone,
             "model.optimizer.state = keep: model.parts trains each client before the round, too; set it to reset",
@@ -199,8 +195,6 @@ class LocalObjective(Composed, SupervisedModule):
         bits: Mapping[str, Any] = {name: 8 * value.nbytes for name, value in values.items()}
         bits = through((part.bits for part in self.all_parts), bits, values, up)
         bits = {name: n for name, n in bits.items() if not (up and name in self.recalled)}
-        for name, n in bits.items():
-            ensure(isinstance(n, int) and n >= 0, f"model.parts: bits of {name} = {n!r:.40}: give an int of at least 0")
         return sum(bits.values())
 
     def begin_local(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
@@ -209,55 +203,26 @@ class LocalObjective(Composed, SupervisedModule):
             w = part.client_model(received.w, client)
             return w, client | {"start": w}
         seen = self.seen_state(received.w, client, received)[0] if self.sums_over_kept else client
-        w, after = pair_of(self.local_start, seen, received, ctx)
+        w, after = self.local_start(seen, received, ctx)
         client = client | {name: value for name, value in after.items() if value is not seen.get(name)}
         for part in self.all_parts:
-            w, client = pair_of(part.local_start, w, client, received, ctx)
+            w, client = part.local_start(w, client, received, ctx)
         return w, client | {"start": w}
 
     def finish_local(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
-        """Returns what a client uploads after its last step, which ended at ``w``, and its state.
-
-        Raises:
-            UserError: If `local_end`, of the algorithm or of a part, uploads other names than declared.
-        """
+        """Returns what a client uploads after its last step, which ended at ``w``, and its state."""
         if part := self.alone(ctx):
             return {}, part.end_alone(w, client)
         client, received = self.seen_state(w, client, received)
-        upload, client = pair_of(self.local_end, w, client, received, ctx)
-        given: Any = upload  # a user's hook may return anything
-        what = sorted(given) if isinstance(given, Mapping) else f"a {type(given).__name__}, no mapping of names"
-        ensure(
-            isinstance(given, Mapping) and set(given) == set(self.up),
-            f"{type(self).__name__}.local_end uploads {what}, but declares up = {self.up}",
-        )
-        none = [f"{n} = a {type(v).__name__}" for n, v in given.items() if not isinstance(v, Tensor)]
-        ensure(not none, f"{type(self).__name__}.local_end uploads {', '.join(none)}; upload tensors")
+        upload, client = self.local_end(w, client, received, ctx)
         for part in self.all_parts:
-            upload, client = pair_of(part.local_end, w, upload, client, received, ctx)
-        ensure(
-            set(upload) == set(self.wire[1]),
-            f"the parts of {type(self).__name__} upload {sorted(upload)}, but declare up = {self.wire[1]}",
-        )
+            upload, client = part.local_end(w, upload, client, received, ctx)
         return self.encoded(upload), client
 
     def finish_phase(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
-        """Returns the server's state after a phase.
-
-        Raises:
-            UserError: If `server_step` returns no state, or one of other shapes or dtypes.
-        """
+        """Returns the server's state after a phase."""
         uploads = through((part.decoded for part in self.parts), uploads, sent, self.models)
-        old_server = server
-        server = value_of(self.server_step, server, sent, uploads, ctx)
-        step = f"{type(self).__name__}.server_step"
-        ensure(isinstance(server, State), f"{step} returns a {type(server).__name__}; return server.replace(w=...)")
-        for name, old in old_server.items():
-            value: Any = server.get(name)  # a user's hook may return anything
-            ensure(
-                isinstance(value, Tensor) and (value.shape, value.dtype) == (old.shape, old.dtype),
-                f"{step} returns '{name}' as {_form(value)}; return {_form(old)}, as it was",
-            )
+        server = self.server_step(server, sent, uploads, ctx)
         return through((part.phase_end for part in self.all_parts), server, uploads)
 
     def finish_client(self, client: State, server: State) -> State:
@@ -267,25 +232,11 @@ class LocalObjective(Composed, SupervisedModule):
             client: Its state after local training.
             server: The server's state after its step.
         """
-        return kept(value_of(self.client_round_end, client, server), client)
+        return self.client_round_end(client, server).only(client)
 
     def finish_round(self, server: State, before: State, ctx: RoundContext) -> State:
         """Returns the server's state after a round that began with the state ``before``."""
         return through((part.round_end for part in self.all_parts), server, before, ctx)
-
-    def without_steps(self, w0: Tensor, sent: State, ctx: ClientContext, classes: int) -> tuple[Upload, State]:
-        """Returns what a client uploads at first contact that takes no local step, and its state.
-
-        Args:
-            w0: The initial model, ``(d,)``.
-            sent: What it receives.
-            ctx: Its context.
-            classes: Number of classes, of each of which it has one sample.
-        """
-        ctx = replace(ctx, class_counts=sent.w.new_ones(classes) if self.uses_class_counts else None)
-        fresh = {} if self.optimizer.keeps_state else self.optimizer.named_state
-        client = State.initial({**self.client_inits(), **self.scratch_inits(), **fresh}, w0, sent.w)
-        return self.finish_local(*self.begin_local(client, sent, ctx), sent, ctx)
 
     # Centralized training under lightning.Trainer
 
@@ -329,10 +280,3 @@ class LocalObjective(Composed, SupervisedModule):
             f"{type(self).__name__} keeps federated state ({', '.join(sorted(state)) or 'the received model'}): "
             "train it with `fl-lightning fit` or FederatedTrainer.fit, not centrally",
         )
-
-
-def _form(value: Any) -> str:
-    """Returns the shape and dtype of a tensor, in words."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"

@@ -16,7 +16,6 @@ from fl_lightning.algorithms.parts import (
     Part,
     RelaxedInit,
     ServerUpdate,
-    pair_of,
     through,
 )
 from fl_lightning.core import ClientContext, FlatSpec, Init, RoundContext, State, UserError, ensure
@@ -175,13 +174,6 @@ class Composed(Hooks):
         """Whether the server computes with what it has kept of clients."""
         return self.surveys or type(self).round_start is not Hooks.round_start
 
-    @property
-    def passes_alone(self) -> tuple[int, int]:
-        """Numbers of forward and backward passes of a step before the round."""
-        own, ascent = self.own_part, self.ascent
-        n = 1 if own is None or ascent is None or not own.ascends_alone else ascent.passes
-        return n, n
-
     def direction_alone(
         self, part: Part, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext
     ) -> Tensor:
@@ -207,7 +199,7 @@ class Composed(Hooks):
     def seen_state(self, w: Tensor, client: State, received: State) -> tuple[State, State]:
         """Returns the client's state and what it received as the hooks of a step see them; see `Part.seen_state`."""
         for part in self.parts:
-            client, received = pair_of(part.seen_state, w, client, received, self.models)
+            client, received = part.seen_state(w, client, received, self.models)
         return client, received
 
     def encoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

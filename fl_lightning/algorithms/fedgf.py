@@ -44,7 +44,6 @@ class FedGF(LocalObjective):
     paper = "Lee and Yoon, ICML 2024"
     down, up = ("w", "w_tilde", "c"), ("w", "distance")
     references = {"w": "w", "distance": 0.0}
-    passes = (2, 2)
 
     def __init__(
         self,

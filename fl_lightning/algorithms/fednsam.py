@@ -18,7 +18,6 @@ class AlongMomentum(Ascent):
         eps: Added to the norm.
     """
 
-    passes = 1
     down = ("server_v",)
 
     def __init__(self, gamma: Fraction, rho: NonNegative, eps: NonNegative = 1e-7) -> None:

@@ -37,7 +37,6 @@ class FedSMOO(FedDyn):
     scratch_state = {"s_hat": "zeros"}
     down, up = ("w", "s"), ("w", "s")
     references = {**FedDyn.references, "s": "zeros"}
-    passes = (2, 2)
 
     def __init__(
         self,

@@ -23,7 +23,6 @@ class FedSOL(LocalObjective):
     paper = "Lee et al., CVPR 2024"
     needs_classes = True
     refers_to_received = True
-    passes = (3, 2)
 
     def __init__(
         self,

@@ -35,7 +35,6 @@ class FedSpeed(FedDyn):
 
     paper = "Sun et al., ICLR 2023"
     references = {**FedDyn.references, "end_w": "w"}
-    passes = (2, 2)
 
     def __init__(
         self,

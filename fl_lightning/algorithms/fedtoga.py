@@ -27,7 +27,6 @@ class FedTOGA(FedDyn):
     server_state = {**FedDyn.server_state, "delta": "zeros"}
     scratch_state = {"r": "zeros"}
     down: tuple[str, ...] = ("w", "delta")
-    passes = (2, 2)
 
     def __init__(
         self,

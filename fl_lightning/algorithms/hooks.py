@@ -68,7 +68,6 @@ class Hooks:
     paper: ClassVar[str] = ""
 
     ascent: Ascent | None
-    counted_passes: tuple[int, int] | None = None
     server_update: ServerUpdate
 
     # In the order of a round
@@ -142,20 +141,3 @@ class Hooks:
         """Returns the weights of all teachers."""
         teacher = self.teacher(client, received)
         return (teacher,) if isinstance(teacher, Tensor) else teacher or ()
-
-    @property
-    def step_passes(self) -> tuple[int, int]:
-        """Numbers of forward and backward passes of a local step: those counted, if a run has counted them."""
-        return self.counted_passes or self.passes
-
-    @property
-    def counts_passes(self) -> bool:
-        """Whether a run must count them: a class from elsewhere, of algorithm or ascent, does not declare them."""
-        classes = (type(self), *(() if self.ascent is None else (type(self.ascent),)))
-        return any("passes" not in vars(each) and not each.__module__.startswith("fl_lightning.") for each in classes)
-
-    @property
-    def passes(self) -> tuple[int, int]:
-        """Numbers of forward and backward passes of a local step, as declared."""
-        backward = 1 if self.ascent is None else self.ascent.passes
-        return backward + (type(self).teacher is not Hooks.teacher), backward

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.module import Losses
-from fl_lightning.algorithms.parts import LocalOptimizer, value_of
+from fl_lightning.algorithms.parts import LocalOptimizer
 from fl_lightning.core import ClientContext, FlatSpec, State, UserError, ensure, unchanged
 
 
@@ -82,9 +82,9 @@ class CentralizedOptimizer(torch.optim.Optimizer):
         kept = {**hooks.scratch_state, **self.optimizer.named_state}
         state, ctx, received = self.state[params[0]], self.context(self.param_groups[0]["lr"]), State({"w": w})
         client = State(state.get("client") or State.initial(kept, w, w)) | {"start": w}
-        lr = value_of(hooks.step_lr, client, ctx)
+        lr = hooks.step_lr(client, ctx)
         direction, client = hooks.local_step(w, grad, client, received, ctx)
         w, client = self.optimizer.take(w, direction, client, lr, ctx)
         state["client"] = dict(client.only(kept))
-        flat.load(net, value_of(hooks.after_step, w, client, received, ctx))
+        flat.load(net, hooks.after_step(w, client, received, ctx))
         return values[0]

@@ -38,12 +38,6 @@ class MOON(LocalObjective):
         self.mu, self.tau = mu, tau
         self.client_state = {"w_local": "w" if unseen == "received" else "w0"}
 
-    @property
-    def passes(self) -> tuple[int, int]:
-        """Two teachers."""
-        forward, backward = super().passes
-        return forward + 1, backward
-
     def teacher(self, client: State, received: State) -> tuple[Tensor, Tensor]:
         """The received model, and the client's last local one."""
         return received.w, client.w_local

@@ -1,4 +1,5 @@
 from .changes import Watched as Watched
+from .changes import with_own_attributes as with_own_attributes
 from .errors import DivergenceError as DivergenceError
 from .errors import UnwrittenError as UnwrittenError
 from .errors import UserError as UserError

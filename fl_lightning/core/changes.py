@@ -2,17 +2,27 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from copy import copy, deepcopy
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 from warnings import warn
 
 from torch import Tensor
 
+T = TypeVar("T")
 MOST = 1000
 """Entries of a list or mapping that are compared, the first ones."""
 CHANGEABLE = (list, set, deque, dict, Tensor)
 """What can change in place."""
+
+
+def with_own_attributes(owner: T) -> T:
+    """Returns a shallow copy of an object, with copies of the attributes that can change in place."""
+    it = copy(owner)
+    for name in _inside(owner):
+        object.__setattr__(it, name, deepcopy(vars(owner)[name]))
+    return it
 
 
 class Watched:
@@ -32,6 +42,16 @@ class Watched:
             now = _inside(owner)
             within = {name for name, held in inside.items() if name in now and not _same(held, now[name])}
             yield from ((owner, name) for name in sorted(set_again | within))
+
+    def warn_of_clients(self) -> None:
+        """Warns of public attributes that local training has changed."""
+        for owner, name in self.changed():
+            if name[0] != "_":
+                warn(
+                    f"{type(owner).__name__} changes self.{name} while clients train: a resumed run, and each other "
+                    "process, lacks it; declare it in client_state",
+                    stacklevel=3,
+                )
 
     def warn_of_server(self, numbers: bool) -> None:
         """Warns of what the server's step has changed.

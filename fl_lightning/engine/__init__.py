@@ -4,6 +4,7 @@ from fl_lightning.engine.agreement import check
 from fl_lightning.engine.base import Engine, Job, LocalResult
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.choice import ENGINES, Choice, EngineName, choose, seconds
+from fl_lightning.engine.contract import Exchange, contract_of, dry_step
 from fl_lightning.engine.graphed import GraphedEngine
 from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
 
@@ -14,11 +15,14 @@ __all__ = [
     "DebugEngine",
     "Engine",
     "EngineName",
+    "Exchange",
     "GraphedEngine",
     "Job",
     "LocalResult",
     "SequentialEngine",
     "check",
     "choose",
+    "contract_of",
+    "dry_step",
     "seconds",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
-from fl_lightning.algorithms.parts import Take, kept, pair_of, value_of
+from fl_lightning.algorithms.parts import Take
 from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, Logs, State, Upload, UserError
 from fl_lightning.data.minibatches import Minibatches
 
@@ -149,14 +149,12 @@ class Engine:
         UserError: If the engine cannot run this objective.
 
     Attributes:
-        counted_passes: Forward and backward passes of the last step whose hooks were called.
         name: Its name in ``trainer.engine``.
         trains_several: Whether it trains several clients at once.
     """
 
     name: ClassVar[str]
     trains_several: ClassVar[bool] = False
-    counted_passes: tuple[int, int] = 0, 0
 
     def __init__(
         self,
@@ -200,9 +198,9 @@ class Engine:
             initial = State.initial(fresh, first, first)
             client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
         seen = objective.seen_state(start, client, received)
-        teachers, constants = objective.teachers(*seen), value_of(objective.loss_constants, *seen, ctx)
+        teachers, constants = objective.teachers(*seen), objective.loss_constants(*seen, ctx)
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
-        state = State({name: value.expand_as(state[name]) for name, value in kept(client, state).items()})
+        state = State({name: value.expand_as(state[name]) for name, value in client.only(state).items()})
         return Carry(start.expand_as(like), state, like.new_zeros(like.shape[:-1])), fixed
 
     def step(self, carry: Carry, fixed: Fixed, evaluate: Evaluation) -> Carry:
@@ -214,14 +212,11 @@ class Engine:
             evaluate: Gradient and loss on this step's minibatch.
 
         Raises:
-            UserError: If the step evaluates no gradient of the local objective, or returns a vector of another shape.
+            UserError: If the step evaluates no gradient of the local objective.
         """
         objective, ctx, losses = self.objective, fixed.ctx, list[Tensor]()
-        forward, backward = len(fixed.teachers), 0
 
         def grad(v: Tensor, other: Losses | None = None) -> Tensor:
-            nonlocal forward, backward
-            forward, backward = forward + 1, backward + 1
             g, loss = evaluate(v, other)
             if other is None:
                 losses.append(loss.detach())
@@ -232,15 +227,8 @@ class Engine:
         client, received = objective.seen_state(carry.w, carry.state | {"start": fixed.start}, fixed.received)
         alone, moving = objective.alone(ctx), objective.moving(carry.w, ctx)
         if alone is None:
-            lr = value_of(objective.step_lr, client, ctx)
-            direction, client = pair_of(objective.local_step, carry.w, grad, client, received, ctx)
-            found: Any = direction  # that of a user's class may be anything
-            for one in found if isinstance(found, tuple) else (found,):
-                if not isinstance(one, Tensor) or one.shape[-1:] != carry.w.shape[-1:]:
-                    what = f"of shape {tuple(one.shape)}" if isinstance(one, Tensor) else f"that is {one!r:.60}"
-                    raise UserError(
-                        f"{type(objective).__name__}.local_step returns a direction {what}; give it w's shape"
-                    )
+            lr = objective.step_lr(client, ctx)
+            direction, client = objective.local_step(carry.w, grad, client, received, ctx)
         else:
             lr, direction = ctx.lr, objective.direction_alone(alone, carry.w, grad, client, received, ctx)
         if moving is not None:
@@ -248,22 +236,15 @@ class Engine:
             direction = torch.where(moving, two[0], 0), torch.where(moving, two[1], 0)
         w, client = fixed.take(carry.w, direction, client, lr, ctx)
         if alone is None:
-            w = value_of(objective.after_step, w, client, received, ctx)
+            w = objective.after_step(w, client, received, ctx)
         if not losses:
             raise UserError(
                 f"{type(objective).__name__}.local_step: it does not evaluate the local objective, whose loss is "
                 "logged; call grad(v) once, without other losses"
             )
-        if w.shape != carry.w.shape:
-            name = type(objective.optimizer).__name__
-            raise UserError(
-                f"model.optimizer = {name}: weights of shape {tuple(carry.w.shape)} have shape {tuple(w.shape)} after "
-                "a step; the direction and the step must keep it"
-            )
-        self.counted_passes = forward, backward
         if moving is not None:  # nor do decay and momentum move the others
             w = torch.where(moving, w, carry.w)
-        return Carry(w, kept(client, carry.state), losses[0])
+        return Carry(w, client.only(carry.state), losses[0])
 
     def finish(self, carry: Carry, fixed: Fixed) -> tuple[Upload, State, Logs]:
         """Calls the hooks after the last step; returns the upload, what the client keeps, and what is logged."""
@@ -271,7 +252,7 @@ class Engine:
         if fixed.ctx.draws is not None:
             fixed.ctx.draws.move_to(Draws.END)
         upload, client = objective.finish_local(carry.w, client, fixed.received, replace(fixed.ctx, logs=logs))
-        return upload, kept(client, carry.state).only(objective.client_inits()), logs
+        return upload, client.only(objective.client_inits()), logs
 
     def context(self, job: Job) -> ClientContext:
         """Returns the context that the hooks see: with the client's class counts if the objective uses them."""

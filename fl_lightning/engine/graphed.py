@@ -120,8 +120,8 @@ class GraphedEngine(BatchedEngine):
         ensure(
             alike(one.text, other.text),
             f"trainer.engine = graphed: a hook of {type(self.objective).__name__}, its net or its loss reads something "
-            f"that has changed since its step was recorded in round {one.numbers.t}; keep it as a number or a tensor "
-            "on the objective itself, or use batched or sequential",
+            f"that has changed since its step was recorded in round {one.numbers.t + 1}; keep it as a number or a "
+            "tensor on the objective itself, or use batched or sequential",
         )
 
     def _record(self, known: Known, named: Tensors, ctx: ClientContext) -> Record:

@@ -22,7 +22,6 @@ from fl_lightning.core import (
     State,
     Upload,
     Uploads,
-    Watched,
     accumulator_dtype,
     to_device,
 )
@@ -217,12 +216,10 @@ class Rounds:
             {name: (v if v.ndim > 1 else v.expand(width, -1))[:n] for name, v in group.items()}
             for group in (all_uploads, states)
         )
-        watched = Watched((objective, *objective.all_parts))
         of_server = Logs(logs.names)
         now = replace(_of_server(ctx), logs=of_server)
         after = objective.finish_phase(server, sent, average(upload), now)
         after = objective.finish_round(after, server, now)
-        watched.warn_of_server(numbers=False)
         # infinity times 0 is NaN, which no sum loses
         zeros = [(v * 0).sum() for v in (*upload.values(), *state.values(), *after.values())]
         steps: Any = ctx.K  # (clients, 1)

@@ -15,7 +15,7 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.parts.flexlora import FlexLoRA
-from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, grouped, require, seeded
+from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, grouped, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
 from fl_lightning.flower.messages import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
@@ -208,7 +208,6 @@ class RemoteEngine(Engine):
             part.packs = True
         self._lost: set[int] = set()
         self._refused: set[int] = set()
-        self._empty: dict[int, Upload] = {}
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         by_node = grouped((job.client % self.run.nodes, job) for job in jobs)
@@ -254,7 +253,7 @@ class RemoteEngine(Engine):
 
     def _result(self, job: Job, reply: Message) -> LocalResult:
         """Returns what a client has replied; where it is not an upload of this run, NaN, which the server refuses."""
-        like, empty = job.received.w, self._upload_without_steps(job)
+        like, empty = job.received.w, self.run.contract[job.ctx.phase].upload
         loss, upload = like.new_tensor(torch.nan), dict[str, Tensor]()
         state = State({KEPT: like.new_full((3,), torch.nan)} if self.run.clients.inits else {})
         try:
@@ -283,15 +282,6 @@ class RemoteEngine(Engine):
         for part in self.objective.parts:
             upload = part.arrived(upload, job.received, replace(job.ctx, draws=draws))
         return {name: value.to(job.received.w) for name, value in upload.items()}
-
-    def _upload_without_steps(self, job: Job) -> Upload:
-        """Returns the upload of a new client that takes no step: names, shapes and dtypes of every client's."""
-        if job.ctx.phase not in self._empty:
-            w0, classes, ctx = self.run.clients.w0, self.run.data.num_classes, replace(job.ctx, draws=self.draws([job]))
-            with seeded(self.net.device, job.seed, "net", ctx.t, ctx.phase, job.client):
-                upload, _ = self.objective.without_steps(w0, job.received, ctx, classes)
-            self._empty[ctx.phase] = {name: upload[name] for name in self.objective.wire[1]}
-        return self._empty[job.ctx.phase]
 
 
 def _checked(name: str, value: Tensor, wanted: Tensor) -> Tensor:

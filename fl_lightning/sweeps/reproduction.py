@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning import algorithms
-from fl_lightning.algorithms.catalogue import Entry
 from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.core import UserError, ensure, grouped, json_text, require
+from fl_lightning.engine.catalogue import Entry
 from fl_lightning.results.papers import (
     COLUMNS,
     EVALUATED,

@@ -5,7 +5,6 @@ from functools import partial
 
 from fl_lightning import engine
 from fl_lightning.engine import EngineName, Job
-from fl_lightning.engine.agreement import excerpt
 from fl_lightning.trainer.callbacks.progress import Progress
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Phase, Round
@@ -22,9 +21,6 @@ def choose_engine(runs: Sequence[Run]) -> None:
         UserError: If the engine cannot run this objective.
     """
     run, fabric, given = runs[0], runs[0].fabric, runs[0].settings.engine
-    for each in runs:
-        if each.objective.counts_passes and each.timing is not None and not each.finished:
-            _count_passes(each)
     chosen: EngineName = run.restored.get("engine", "auto") if given == "auto" else given
     if chosen == "auto" and run.finished:
         chosen = "sequential"
@@ -41,14 +37,6 @@ def choose_engine(runs: Sequence[Run]) -> None:
         engine.check(made, run.engine, _sample(runs))
     for each in runs:
         each.engine_name, each.engine = chosen, made
-
-
-def _count_passes(run: Run) -> None:
-    """Counts the passes of a local step of the user's own in a client's step: a clock needs them before round 1."""
-    jobs = _sample([run])
-    if run.fabric.is_global_zero:
-        next(iter(run.engine.train([excerpt(jobs[0], [0])])))
-    run.objective.counted_passes = run.fabric.broadcast(run.engine.counted_passes)
 
 
 def seconds_left(runs: Sequence[Run]) -> float:

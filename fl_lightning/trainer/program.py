@@ -25,10 +25,10 @@ MEMORY = 1 << 28
 def length(run: Run) -> int:
     """Returns how many rounds may run as one program, from the next one on.
 
-    The first round of a process is none. A program needs rounds of one phase, and clients that train in one block on
-    one process, never fail, and are averaged by their mean. It ends with a round that is evaluated, or at whose end a
-    callback needs the run, before one of which a callback needs the local models, and takes no more than half of the
-    time that is left, at the pace of the last round.
+    The first round of a process is none: hooks make their caches in it. A program needs rounds of one phase, and
+    clients that train in one block on one process, never fail, and are averaged by their mean. It ends with a round
+    that is evaluated, or at whose end a callback needs the run, before one of which a callback needs the local models,
+    and takes no more than half of the time that is left, at the pace of the last round.
     """
     objective, engine = run.objective, run.engine
     possible = (
@@ -40,7 +40,7 @@ def length(run: Run) -> int:
         and not objective.trains_alone
         and not objective.sums_over_kept
         and not run.varied
-        and run.hooks_are_checked
+        and run.rounds_done > run.first_round
         and run.data.batch_size is not None
         and run.settings.asynchronous is None
         and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
@@ -81,7 +81,7 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
         run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
         n, names = len(cohort.clients), run.objective.all_logs
         steps, (losses, rows_of, of_server) = sum(cohort.attendance.steps.values()), done.split(n, len(names))
-        passes = steps * sum(run.objective.step_passes)
+        passes = steps * sum(run.contract[0].passes)
         metrics = {
             "client/train/loss": float(losses.mean()),
             **Logs.means(names, rows_of, of_server),

@@ -6,17 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from warnings import warn
 
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.parts.base import value_of
 from fl_lightning.core import DivergenceError, Logs, RoundContext, State, Watched, wait_for
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.copies import Copies
 from fl_lightning.trainer.participation import Attendance, failures
 from fl_lightning.trainer.received import Arrivals, average
 from fl_lightning.trainer.run import Callback, Run
@@ -122,7 +119,6 @@ class Round:
         if flight is not None:
             training = flight.after(run.objective.begin_phase(run.server, run.round_context(flight.t)))
         run.apply(run.state.after_round(self.server, self.bits, self.failed, training), self.rows)
-        run.hooks_are_checked = True
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the applied round; its time is that since it was made, without callbacks."""
@@ -216,18 +212,11 @@ class Phase:
         self.alone = cohort.phase == objective.phases
         self.last = cohort.phase + 1 == objective.phases
         self.now = self.run.round_context(of.cohort.t, self.ctx.phase)
-        self._copies = None if self.run.hooks_are_checked else Copies(objective)
-        if self._copies:
-            of.server = self._copies.of("server", of.server)
         if not cohort.phase:
             total = partial(total_over, self.run, of.server.w, cohort.clients, of.rows)
-            of.server = value_of(objective.round_start, of.server, total, self.now)
+            of.server = objective.round_start(of.server, total, self.now)
         self.sent = self.current = objective.begin_phase(of.server, self.now)
-        if self._copies:
-            self._copies.check("before local training")
-            self.sent = self.current = self._copies.of("received", self.sent)
         self.uploaded_bits = 0  # of the clients of this process
-        self._watched = Watched((objective, objective.optimizer, *objective.all_parts))
         if not of.perturb:
             self.sent = self.current = self.sent.replace(w=of.server.w)
         if self.ctx.t < self.now.t:
@@ -245,7 +234,6 @@ class Phase:
         received = collectives.exchange(run.fabric, cohort.moves, rows, store.shapes, like)
         rows |= {k: State(row) for k, row in received.items()}
         fresh = State.initial(run.objective.scratch_inits(), store.w0, like)
-        rows = {k: self._copies.of("client", row) for k, row in rows.items()} if self._copies else rows
         jobs = [
             Job(k, rows[k] | fresh, self.sent, ctx, run.minibatches(k, ctx), run.seed, run.varied)
             for k, ctx in mine.items()
@@ -264,16 +252,6 @@ class Phase:
             UserError: If training diverges.
         """
         taken = [self._take(result) for result in self._clocked(results)]
-        if self._copies:
-            self._copies.check("in local training")
-            self._count_passes()
-        for owner, name in self._watched.changed():
-            if name[0] != "_":
-                warn(
-                    f"{type(owner).__name__} changes self.{name} while clients train: a resumed run, and each other "
-                    "process, lacks it; declare it in client_state",
-                    stacklevel=2,
-                )
         if len(taken) < len(self.cohort.shares[self.run.fabric.global_rank]):
             self.cohort = self.cohort.only([result.client for result in taken])
         arrivals = Arrivals(self.run, self.cohort, taken, self.sent.w)
@@ -291,12 +269,6 @@ class Phase:
             if self.run.settings.on_divergence == "stop":
                 raise
             self.round.leave(why)
-
-    def _count_passes(self) -> None:
-        """Takes the numbers of passes of a step that the engine has counted, if the algorithm does not declare them."""
-        run = self.run
-        if run.objective.counts_passes and not (self.alone or run.objective.counted_passes):
-            run.objective.counted_passes = run.fabric.broadcast(run.engine.counted_passes)
 
     def observe(self, results: Iterable[LocalResult]) -> None:
         """Takes the local results one by one and keeps none: a dry round without the server's step.
@@ -324,7 +296,7 @@ class Phase:
                 return of.leave()
             raise divergence.diverged(self.run, now.t, f"every upload is not finite ({arrivals.reasons()})")
         known = objective.known(self.current) if rule.by_rows else {}
-        watched, of_rule = Watched((objective, *objective.all_parts)), Watched((rule,))
+        watched = Watched((rule,))
         uploads = average(everything, of.server, known, now)
         of.aggregated = rule.metrics(uploads, known, of.server)
         after = rule.phase_end(objective.finish_phase(of.server, self.current, uploads, now), uploads)
@@ -332,12 +304,8 @@ class Phase:
             rows = {**of.rows, **arrivals.rows()}
             after = surveyed(self.run, of.server.w, after, rows, now)
         divergence.check_finite(self.run, after, now.t)
-        before = self._copies.of("before", self.run.server) if self._copies else self.run.server
-        of.server = objective.finish_round(after, before, now) if self.last else after
-        if self._copies:
-            self._copies.check("in the server's step")
-        watched.warn_of_server(numbers=False)
-        of_rule.warn_of_server(numbers=True)
+        of.server = objective.finish_round(after, self.run.server, now) if self.last else after
+        watched.warn_of_server(numbers=True)
         self._keep(arrivals)
         of.losses = torch.cat([each.losses for each in everything])
         if logs.names:
@@ -358,7 +326,7 @@ class Phase:
         of.failed["refused"] += refused
         steps = sum(ctx.K for ctx in self.cohort.contexts)
         of.steps += steps
-        of.passes += steps * sum(self.run.objective.passes_alone if self.alone else self.run.objective.step_passes)
+        of.passes += steps * sum(self.run.contract[self.cohort.phase].passes)
         if self.alone:
             return
         of.attended.append(attendance)
@@ -386,7 +354,7 @@ class Phase:
         now = objective.known(self.current)
         # statistics are no sum of updates, and a mix of variances is none below 0
         before = objective.known(self.sent) | {n: v for n, v in now.items() if n == "buffers"} if stale else now
-        upload = {name: value_of(rule.seen, v, before[name], now[name], stale) for name, v in result.upload.items()}
+        upload = {name: rule.seen(v, before[name], now[name], stale) for name, v in result.upload.items()}
         return replace(result, upload=upload)
 
     def _clocked(self, results: Iterable[LocalResult]) -> Iterator[LocalResult]:
@@ -450,7 +418,7 @@ def surveyed(run: Run, w: Tensor, after: State, rows: Mapping[int, State], ctx: 
         ctx: The context of the step.
     """
     total = partial(total_over, run, w, {*run.clients.seen, *rows}, rows)
-    return value_of(run.objective.survey, after, total, ctx)
+    return run.objective.survey(after, total, ctx)
 
 
 def replay(run: Run, callback: Callback) -> None:

@@ -27,9 +27,10 @@ from fl_lightning.core import (
     ensure,
     generator,
     generators,
+    seeded,
 )
 from fl_lightning.data import FederatedDataModule, Minibatches, MinibatchTable
-from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult
+from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult, dry_step
 from fl_lightning.engine.rounds import Rounds
 from fl_lightning.results.configs import group_id, only_python
 from fl_lightning.results.metrics import Mode, is_protected
@@ -155,11 +156,11 @@ class Run:
         mean_samples: Mean number of samples of a client.
         engine: Runs local training.
         rounds: Trains programs of rounds with the engine; None before the first.
-        hooks_are_checked: Whether a round of this process has shown that hooks change nothing in place.
         engine_name: Name of the engine; "auto" until one is chosen.
         upload_shapes: Shapes of what a client uploads, by phase and name.
         state: The state after the rounds so far.
         clients: The state of the clients that this process owns.
+        contract: What a dry step has shown of each phase.
         timing: The seconds of clients; None: there is no clock.
         before: While a round goes on, the state before it, and those of the callbacks.
         round_metrics: Metrics of the current round so far.
@@ -167,6 +168,7 @@ class Run:
         checkpoint: The checkpoint that the run was restored from.
         first_settings: The objective's plain settings when the run was made; callbacks may change them.
         sources: Hash of samples, code and files as they were when the run began; None: not under privacy.
+        first_round: Rounds done when this process began.
         restored: Content of that checkpoint, without the clients' rows, which would lie in memory twice.
         folder: The run's folder; of a restored run, that of the checkpoint.
         callback_s: Seconds spent in callbacks.
@@ -218,7 +220,6 @@ class Run:
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")
         self.rounds: Rounds | None = None
-        self.hooks_are_checked = False
         fewer = settings.faults.stragglers is not None or (settings.clock is not None and settings.clock.shortens)
         steps = None if fewer else settings.local_steps
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
@@ -229,7 +230,9 @@ class Run:
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
         inits = {**objective.server_inits(), **self.aggregation.server_state}
         self.state = RunState(State({"w": w0, **State.initial(inits, w0, w0)}))
-        world = objective, data, self.server, self.round_context(0)
+        with seeded(w0.device, self.seed, "dry step"):
+            self.contract = dry_step(self.engine, self.server, w0, data.num_classes, self.round_context(0))
+        world = objective, data, self.contract
         self.timing = None if settings.clock is None else Timing(settings, settings.clock, *world)
         place = self.fabric.global_rank, self.fabric.world_size
         self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory, *place)
@@ -237,7 +240,7 @@ class Run:
         self.round_metrics: dict[str, float] = {}
         self.checkpoint: Path | None = None
         self.sources: str | None = None
-        self.restored: dict[str, Any] = {}
+        self.first_round, self.restored = 0, dict[str, Any]()
         self.first_settings = objective.named_settings()
         self.should_stop = self._stopped = False
         self.saved_rounds, self.callback_s, self._opened = -1, 0.0, time.monotonic()
@@ -457,7 +460,7 @@ class Run:
     def resume(self, path: Path, content: Mapping[str, Any], state: RunState, folder: RunFolder | None) -> None:
         """Takes over a checkpoint: its file, its content, the state in it, and the run folder, if it lies in one."""
         self.restored = {name: value for name, value in content.items() if name != "clients"}
-        self.checkpoint, self.state, self.frozen = path, state, content["frozen"]
+        self.checkpoint, self.state, self.frozen, self.first_round = path, state, content["frozen"], state.round
         if folder is not None:
             self.folder = folder
 

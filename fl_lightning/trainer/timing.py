@@ -8,29 +8,14 @@ from itertools import accumulate
 from warnings import warn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import ClientContext, Draws, RoundContext, State, ensure, numpy_generator
+from fl_lightning.core import ensure, numpy_generator
 from fl_lightning.data import FederatedDataModule
+from fl_lightning.engine import Exchange
 from fl_lightning.trainer.participation import Attendance, Clock, Device, Stragglers
 from fl_lightning.trainer.settings import Settings
 
 LONGEST = 1e15
 """Most seconds of a client in a phase; in sums of longer ones those of the others would be lost."""
-
-
-def exchanged(objective: LocalObjective, server: State, ctx: RoundContext, num_classes: int) -> tuple[int, int]:
-    """Returns the bits that a client receives and uploads in a phase: those of one that takes no step.
-
-    Args:
-        objective: The local objective.
-        server: The server's state.
-        ctx: The context of the phase.
-        num_classes: Number of classes.
-    """
-    w, draws = server.w, Draws([(0, ctx.t, ctx.phase, 0)], server.w.device, together=False)
-    of_client = ClientContext(**vars(ctx), lr=1.0, K=1, k_lr=1.0, draws=draws)
-    sent = objective.begin_phase(server, ctx)
-    upload, _ = objective.without_steps(w, sent, of_client, num_classes)
-    return objective.bits(sent, up=False), objective.bits(upload, up=True)
 
 
 class Timing:
@@ -41,8 +26,7 @@ class Timing:
         clock: Its clock.
         objective: The local objective.
         data: The clients' data.
-        server: The server's first state.
-        ctx: The context of the first round.
+        contract: What a dry step has shown of each phase.
 
     Attributes:
         uneven: Whether fast clients may take part more often than slow ones.
@@ -54,8 +38,7 @@ class Timing:
         clock: Clock,
         objective: LocalObjective,
         data: FederatedDataModule,
-        server: State,
-        ctx: RoundContext,
+        contract: Mapping[int, Exchange],
     ) -> None:
         self.clock, self.objective, self.data, self.settings = clock, objective, data, settings
         self.seed, self.wanted = settings.seed, settings.wanted
@@ -63,8 +46,7 @@ class Timing:
         self.speeds = settings.faults.stragglers or Stragglers(1.0, sigma=clock.sigma)
         alone = clock.shortens and objective.trains_alone
         ensure(not alone, "trainer.clock.late = partial: clients also train before the round; set it to lost")
-        phases = [replace(ctx, phase=phase) for phase in range(objective.phases)]
-        self.bits = [exchanged(objective, server, each, data.num_classes) for each in phases]
+        self.contract = contract
         self.device, self._place = cache(self._device), cache(self._placed)
         nobody = "nobody is done in time in some round, which leaves the model as it is; see client/late"
         text = f"trainer.clock.deadline_s = {clock.deadline_s}: {nobody}"
@@ -89,9 +71,9 @@ class Timing:
         own, size, before = objective.own_part, len(self.data.clients[client]), 0.0
         if own is not None and own.trains_alone and not phase:
             alone = data.batches_per_client(client, own.epochs_alone, None) if own.epochs_alone else K
-            before = device.compute_s(sum(data.batch_sizes(size, alone)), *objective.passes_alone)
-        computed = before + device.compute_s(sum(data.batch_sizes(size, K)), *objective.step_passes)
-        comm = device.comm_s(*self.bits[phase])
+            before = device.compute_s(sum(data.batch_sizes(size, alone)), *self.contract[objective.phases].passes)
+        computed = before + device.compute_s(sum(data.batch_sizes(size, K)), *self.contract[0].passes)
+        comm = device.comm_s(*self.contract[phase].bits)
         slow = f"trainer.clock: client {client} takes {computed + comm:.3g} seconds; give devices and bandwidths"
         ensure(computed + comm <= LONGEST, f"{slow} with which it takes at most {LONGEST:.0e}")
         return computed, comm
@@ -137,7 +119,7 @@ class Timing:
             return 0
         device, left = self.device(client), (self.clock.deadline_s or 0.0) - self.spent(client, 0, phase)[1]
         samples = accumulate(self.data.batch_sizes(len(self.data.clients[client]), asked))
-        return sum(device.compute_s(n, *self.objective.step_passes) <= left for n in samples)
+        return sum(device.compute_s(n, *self.contract[0].passes) <= left for n in samples)
 
     def metrics(self, before: Mapping[str, float], phases: Sequence[Attendance]) -> dict[str, float]:
         """Returns the metrics of a round.

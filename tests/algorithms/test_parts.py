@@ -376,7 +376,6 @@ def test_a_learning_rate_of_0_by_which_an_algorithm_divides(name: str, tmp_path:
 
 
 HOOKS = {
-    "bind": "a value",
     "broadcast": "a value",
     "local_lr": "a value",
     "local_start": "two values",
@@ -493,7 +492,7 @@ def test_an_algorithm_may_start_the_memory_of_an_optimizer(tmp_path: Path) -> No
 
 
 def test_a_part_uploads_what_it_declares(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^the parts of FedAvg upload \['w'\], but declare up = \('w', 'more'\)$"):
+    with pytest.raises(UserError, match=r"^Silent\.local_end uploads \['w'\], but declares up = \['more', 'w'\]$"):
         fit(tmp_path, made(parts=[Silent()]))
 
 

@@ -280,8 +280,9 @@ WRONG: dict[str, Any] = {
     },
 }  # fmt: skip
 ELSEWHERE = {
-    "forgetful optimizer": "model.optimizer = Forgetful: step must return the state that it declares, []",
-    "WrongState": "state 'h': a hook returns shape (1,); return its declared shape (307,)",
+    "forgetful optimizer": "Forgetful.step returns 'other', which nobody declares; declare it as state,",
+    "InPlace": "InPlace.local_step changes w, client.start, received.w in place; compute a new tensor, as v - x",
+    "WrongState": "WrongState.local_end returns 'h' as float64 of shape (1,); return float64 of shape (307,)",
 }
 SAME = ("InPlaceGradient",)
 """Those that give the same on all engines."""
@@ -300,7 +301,7 @@ def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:
     message, kind = str(error.value), type(WRONG[wrong]()).__name__
     assert "\n" not in message
     if wrong in ELSEWHERE:
-        assert message == ELSEWHERE[wrong]
+        assert message.startswith(ELSEWHERE[wrong])
         return
     assert message.startswith(f"trainer.engine = {engine}: ") and kind in message and "sequential" in message
     if wrong in [each.__name__ for each in GLOBAL]:
@@ -413,6 +414,8 @@ class NoStep(LocalOptimizer):
     def step(self, w: Tensor, direction: Any, memory: State, lr: Any, ctx: Any) -> Any: ...
 
 
+VECTOR = "return a vector of w's shape, (307,)"
+VALUE = "return a value, as the docstring of this hook in the base class says"
 NONE = "return two values, as the docstring of this hook in the base class says"
 
 
@@ -422,17 +425,26 @@ NONE = "return two values, as the docstring of this hook in the base class says"
     [
         (lambda: NoReturn(net=Small()), f"NoReturn.local_step returns None; {NONE}"),
         (lambda: OneReturn(net=Small()), f"OneReturn.local_step returns a Tensor; {NONE}"),
-        (lambda: NoServer(net=Small()), f"NoServer.server_step returns None; {NONE.replace('two values', 'a value')}"),
-        (lambda: NoRow(net=Small()), f"NoRow.client_round_end returns None; {NONE.replace('two values', 'a value')}"),
+        (lambda: NoServer(net=Small()), f"NoServer.server_step returns None; {VALUE}"),
+        (lambda: NoRow(net=Small()), f"NoRow.client_round_end returns None; {VALUE}"),
         (lambda: FedAvg(net=Small(), optimizer=NoStep()), f"NoStep.step returns None; {NONE}"),
-        (lambda: NoGradient(net=Small()), "NoGradient.local_step returns a direction that is None; give it w's shape"),
-        (lambda: ShortStep(net=Small()), "ShortStep.local_step returns a direction of shape (5,); give it w's shape"),
+        (
+            lambda: NoGradient(net=Small()),
+            f"NoGradient.local_gradient returns None; {VALUE}",
+        ),
+        (
+            lambda: ShortStep(net=Small()),
+            f"ShortStep.local_step returns float64 of shape (5,); {VECTOR}",
+        ),
         (
             lambda: NoConstants(net=Small()),
-            f"NoConstants.loss_constants returns None; {NONE.replace('two values', 'a value')}",
+            f"NoConstants.loss_constants returns None; {VALUE}",
         ),
         (lambda: NumberUp(net=Small()), "NumberUp.local_end uploads n = a float; upload tensors"),
-        (lambda: OneServer(net=Small()), "OneServer.server_step returns a Tensor; return server.replace(w=...)"),
+        (
+            lambda: OneServer(net=Small()),
+            "OneServer.server_step returns float64 of shape (307,); return a State, as of replace(...)",
+        ),
         (
             lambda: Longer(net=Small()),
             "Longer.server_step returns 'h' as float64 of shape (2,); return float64 of shape (1,), as it was",
@@ -465,7 +477,7 @@ NONE = "return two values, as the docstring of this hook in the base class says"
 def test_hooks_that_return_nothing(wrong: Any, message: str, engine: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         train(tmp_path, wrong(), engine, eval_every=3)  # two rounds as one program
-    assert str(error.value).replace("(2, 5)", "(5,)") == message  # of two clients at once
+    assert str(error.value) == message
 
 
 class Number(LocalOptimizer):
@@ -486,22 +498,21 @@ class Taller(SGD):
         *[
             (
                 lambda kind=kind: kind(net=Small()),
-                "state 'h': a hook returns shape (1,); return its declared shape (307,)",
+                f"{hook} returns 'h' as float64 of shape (1,); return float64 of shape (307,), as it was",
             )
-            for kind in (WrongState, WrongRow)
+            for kind, hook in ((WrongState, "WrongState.local_end"), (WrongRow, "WrongRow.client_round_end"))
         ],
         (
             lambda: FedAvg(net=Small(), optimizer=Number(0.1)),
-            "state 'Number.n': a hook returns 1.0; return a tensor",
+            "Number.step returns 'n' as a float; return float64 of shape (1,), as it was",
         ),
         (
             lambda: FedAvg(net=Small(), optimizer=Taller(0.1)),
-            "model.optimizer = Taller: weights of shape (307,) have shape (1, 307) after a step; the direction and the "
-            "step must keep it",
+            f"Taller.step returns float64 of shape (1, 307); {VECTOR}",
         ),
         (
             lambda: Undeclared(net=Small()),
-            "no state 'extra' here; there are: start; declare what is kept, sent or uploaded",
+            "Undeclared.local_step returns 'extra', which nobody declares; declare it as state, or leave it out",
         ),
     ],
     ids=["state", "row", "number", "weights", "undeclared"],
@@ -645,19 +656,16 @@ class Changes(Callback):
             self.change(run.objective)
 
 
-@pytest.mark.parametrize(("of", "at"), [("global", 2), ("net", 3)])
+@pytest.mark.parametrize(("of", "at"), [("global", 1), ("net", 3)])
 def test_what_a_record_does_not_see_ends_the_run(at: int, of: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """A global of the hooks' module, or an attribute of the net: in the next round, or at the latest in the last.
-
-    Records of whole rounds are made in the second round.
-    """
+    """A global of the hooks' module, or an attribute of the net: in the next round, or at the latest in the last."""
     monkeypatch.setitem(PULL, "mu", 0.1)
     change = Changes(at, lambda x: PULL.update(mu=0.2) if of == "global" else setattr(x.net, "factor", 2.0))
     objective = Pulled(net=Dims(), optimizer=SGD(0.1))
     message = "Pulled, its net or its loss reads something that has changed since its step was recorded in round 1"
     with pytest.raises(UserError, match=message):
         train(tmp_path, objective, "graphed", max_rounds=5, callbacks=[change])
-    done = {"global": 2, "net": 4}[of]
+    done = {"global": 1, "net": 4}[of]
     assert [round_ for round_, _ in metrics(newest(tmp_path))["client/lr"]] == [*range(1, done + 1)]
 
 

@@ -207,7 +207,7 @@ class Rows(Aggregation):
 def test_a_rule_of_ones_own_with_a_mistake(golden: Golden) -> None:
     for clients, message in (
         (2, r"trainer\.aggregation = Rows: returns shape \(2, 1220\)"),
-        (1, r"Rows\.__call__ returns None"),
+        (1, r"trainer\.aggregation = Rows: returns None; return one value for each coordinate"),
     ):
         with pytest.raises(UserError, match="^" + message):
             golden.run(FedAvg(golden.net()), aggregation=Rows(), sampler=UniformSampler(clients), max_rounds=1)

@@ -45,6 +45,7 @@ from fl_lightning import (
     algorithms,
 )
 from fl_lightning.core import DivergenceError, files
+from fl_lightning.engine import contract_of
 from fl_lightning.trainer.run import Run
 from tests.integration.test_processes import launch
 from tests.runs import DIGITS, assert_same, killed, metrics, state
@@ -73,7 +74,7 @@ def train(
     net = options.pop("net", nn.Linear(2, 3)).double()
     samples = N if batch_size is None else batch_size * steps
     model = kind(net, **({"optimizer": SGD(lr=0.5)} | of_model))
-    forward, backward = model.passes
+    forward, backward = contract_of(model)[0].passes
     rows = [f"{k},{d / (samples * (forward + 2 * backward))!r},1e30,1e30,0" for k, d in enumerate(durations)]
     (folder / "devices.csv").write_text("\n".join(["device,sec_per_sample,down_mbps,up_mbps,latency_s", *rows]))
     defaults: dict[str, Any] = {"max_rounds": rounds, "engine": "sequential", "precision": "64-true", "local_steps": 1}
@@ -187,7 +188,7 @@ def test_times_by_hand(tmp_path: Path) -> None:
     assert {name: run.metrics[name] for name in tenths} == dict(
         zip((f"clock/uploads_{tenth}" for tenth in (3, 5, 8, 10)), (landed[k] for k in "2013"), strict=True)
     )
-    down, up = run.timing.bits[0] if run.timing else (0, 0)
+    down, up = run.contract[0].bits
     starts, arrivals = (sum(row["event"] == kind for row in events(run)) for kind in ("start", "arrival"))
     assert run.state.total_bits == starts * down + arrivals * up and arrivals == 16
     assert {*run.state.training["sent"]} == {int(task[3]) for task in run.state.training["tasks"]}

@@ -79,7 +79,7 @@ class Counting(LocalObjective):
 
 def test_class_counts_at_the_end_of_local_training(tmp_path: Path) -> None:
     run = train(tmp_path, Counting, Clock(sec_per_sample=0.5))
-    assert run.timing is not None and run.timing.bits == [(32 * D, 32 * (D + 1))]
+    assert run.contract[0].bits == (32 * D, 32 * (D + 1))
 
 
 def file(folder: Path, **options: Any) -> Clock:
@@ -178,7 +178,7 @@ def test_who_misses_the_deadline_is_as_if_not_drawn(tmp_path: Path) -> None:
     assert slow not in strict.clients.rows()
     assert strict.metrics["client/late"] == 1 and strict.state.failures["late"] == {slow: 3}
     assert strict.metrics["clock/time_s"] == 3 * (clock.deadline_s or 0)
-    down, up = strict.timing.bits[0] if strict.timing else (0, 0)
+    down, up = strict.contract[0].bits
     assert strict.state.total_bits == 3 * (3 * down + 2 * up)
     counts = {name: value for name, value in strict.metrics.items() if "uploads" in name and value}
     assert counts == {"clock/uploads_4": 3, "clock/uploads_7": 3}  # of three clients, in order of their times

@@ -42,12 +42,12 @@ from fl_lightning import (
     algorithms,
     load_net,
 )
-from fl_lightning.algorithms.catalogue import Entry
 from fl_lightning.algorithms.parts.schedules import Cosine
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.losses import kl_to_teacher
 from fl_lightning.core.state import ClientContext, RoundContext, State
 from fl_lightning.engine import LocalResult
+from fl_lightning.engine.catalogue import Entry
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage.client_store import ClientStore
 from tests.problem import Golden
@@ -247,7 +247,7 @@ def test_passes_and_wire_are_what_is_declared(golden: Golden, name: str) -> None
     others = 2 * objective.phases - 1  # trainings between the two counts
     made = (f1 - f0) / 3 / others * objective.phases, (b1 - b0) / 3 / others * objective.phases
     assert made == (forwards, backwards)
-    assert tuple(n * objective.phases for n in objective.passes) == (forwards, backwards)
+    assert tuple(n * objective.phases for n in fit.contract[0].passes) == (forwards, backwards)
     assert fit.metrics["comm/total_bits"] == numbers(name, objective.flat) * 64 * 2
 
 

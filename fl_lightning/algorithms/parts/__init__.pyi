@@ -10,10 +10,7 @@ from .base import Gradient as Gradient
 from .base import Part as Part
 from .base import Step as Step
 from .base import check_owners as check_owners
-from .base import kept as kept
-from .base import pair_of as pair_of
 from .base import through as through
-from .base import value_of as value_of
 from .buffers import Buffers as Buffers
 from .buffers import Policy as Policy
 from .compress import Compress as Compress

@@ -1,6 +1,6 @@
 """Ascent steps: displacements ``(..., d)`` from the local iterate to the point where the gradient is taken."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -9,13 +9,7 @@ from fl_lightning.core import EPS, ClientContext, NonNegative, NonNegativeInt, R
 
 
 class Ascent(Part, key="model.ascent"):
-    """Base class of the ascent steps; a subclass defines ``__call__``.
-
-    Attributes:
-        passes: Gradients per local step, the one at the ascent point included.
-    """
-
-    passes: ClassVar[int] = 2
+    """Base class of the ascent steps; a subclass defines ``__call__``."""
 
     def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
         """Returns the displacement from ``w``, of the same shape ``(..., d)``."""
@@ -94,8 +88,6 @@ class LESAM(Ascent):
             previous round, which the server then sends as well (the official code).
         eps: Added to the norm.
     """
-
-    passes = 1
 
     def __init__(
         self,

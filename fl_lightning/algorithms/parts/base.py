@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,7 +16,6 @@ from fl_lightning.core import (
     Upload,
     Uploads,
     UserError,
-    ensure,
 )
 
 Gradient = Callable[..., Tensor]
@@ -28,9 +27,7 @@ Step = tuple[Direction, State]
 """A direction, and the client's state after the step."""
 Further = Callable[[int], Tensor]
 """Further losses of the samples of a minibatch, ``(n,)``, given their number n."""
-P = ParamSpec("P")
 A = TypeVar("A")
-B = TypeVar("B")
 
 
 class Part(Checked, key="model.parts"):
@@ -188,69 +185,11 @@ class Part(Checked, key="model.parts"):
         return w
 
 
-def value_of(hook: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
-    """Returns what a hook returns.
-
-    Raises:
-        UserError: If it returns None.
-    """
-    found = hook(*args, **kwargs)
-    if found is None:
-        raise _returns(hook, "None", "a value")
-    return found
-
-
-def pair_of(hook: Callable[P, tuple[A, B]], *args: P.args, **kwargs: P.kwargs) -> tuple[A, B]:
-    """Returns the two values that a hook returns.
-
-    Raises:
-        UserError: If it does not return two.
-    """
-    found = hook(*args, **kwargs)
-    given: Any = found  # that of a user's class may be anything
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise _returns(hook, "None" if given is None else f"a {type(given).__name__}", "two values")
-    return found
-
-
 def through(hooks: Iterable[Callable[..., A]], value: A, *args: Any) -> A:
-    """Returns a value that has gone through hooks: each gets what the one before has returned, and the arguments.
-
-    Raises:
-        UserError: If one of them returns nothing.
-    """
+    """Returns a value that has gone through hooks: each gets what the one before has returned, and the arguments."""
     for hook in hooks:
-        value = value_of(hook, value, *args)
+        value = hook(value, *args)
     return value
-
-
-def kept(client: State, before: State) -> State:
-    """Returns the declared names of the state that a client's hook returns.
-
-    Args:
-        client: What the hook returns; a value that several clients share may lack their axis.
-        before: The state that it got.
-
-    Raises:
-        UserError: If a value has another shape than declared.
-        AttributeError: If a declared name is missing.
-    """
-    client = client.only(before)
-    for name, old in before.items():
-        value: Any = client[name]  # that of a user's hook may be anything
-        if not isinstance(value, Tensor):
-            raise UserError(f"state '{name}': a hook returns {value!r:.40}; return a tensor")
-        found, declared = value.shape, old.shape
-        ensure(
-            found[-1:] == declared[-1:] and len(found) <= len(declared),
-            f"state '{name}': a hook returns shape {tuple(found)}; return its declared shape {tuple(declared)}",
-        )
-    return client
-
-
-def _returns(hook: Any, what: str, wanted: str) -> UserError:
-    name = f"{type(hook.__self__).__name__}.{hook.__name__}"
-    return UserError(f"{name} returns {what}; return {wanted}, as the docstring of this hook in the base class says")
 
 
 def check_owners(what: str, declared: Iterable[tuple[str, Iterable[str]]]) -> None:

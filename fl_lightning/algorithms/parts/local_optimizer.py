@@ -2,11 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fl_lightning.algorithms.parts.base import Direction, pair_of
+from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.schedules import Schedule
 from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, Positive, State, ensure, norm
 
@@ -124,16 +124,9 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
 
         Returns:
             The new weights, and the client's state.
-
-        Raises:
-            UserError: If `step` returns no state, or another one than declared.
         """
         name = type(self).__name__
         names = {own: f"{name}.{own}" for own in self.state}
-        memory: Any = State({own: client[of] for own, of in names.items()})
-        w, memory = pair_of(self.step, w, direction, memory, lr, ctx)  # the memory of a user's may be anything
-        ensure(
-            isinstance(memory, State) and set(memory) == names.keys(),
-            f"model.optimizer = {name}: step must return the state that it declares, {[*names]}",
-        )
+        memory = State({own: client[of] for own, of in names.items()})
+        w, memory = self.step(w, direction, memory, lr, ctx)
         return w, client | {of: memory[own] for own, of in names.items()} if names else client

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
 from fl_lightning.core import State, UserError, earlier, generator, map_tensors, named_tensors
-from fl_lightning.engine import ENGINES, LocalResult
+from fl_lightning.engine import ENGINES, LocalResult, contract_of
 from fl_lightning.trainer import (
     Callback,
     CSVLogger,
@@ -34,7 +34,6 @@ from fl_lightning.trainer.callbacks.checkpoints import pause
 from fl_lightning.trainer.flight import Flight
 from fl_lightning.trainer.runtime import collectives
 from fl_lightning.trainer.runtime.environment import cpu_threads
-from fl_lightning.trainer.timing import exchanged
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0
 """Fewest and most rounds with clients that are measured, and the seconds after which no further one begins."""
@@ -299,7 +298,7 @@ class Step(NamedTuple):
             data: Its data, set up.
             clients: Clients of a round.
         """
-        (forward, backward), steps = model.passes, trainer.local_steps
+        (forward, backward), steps = contract_of(model)[0].passes, trainer.local_steps
         passes = model.phases * (forward + 2 * backward) / 3  # a backward pass takes as long as two forward passes
         held = data.client_sizes.float().mean().item()
         trained = steps * (data.batch_size or held) if steps else trainer.local_epochs * held
@@ -330,7 +329,7 @@ def ahead(run: Run) -> Iterator[Ahead]:
     """Yields the rounds of a run from the first one on, until its clock ends it."""
     of, data, timing, phases = run.settings, run.data, run.timing, range(run.objective.phases)
     steps = cache(lambda k: of.asked(data, k))
-    wire = [exchanged(run.objective, run.server, run.round_context(0, phase), data.num_classes) for phase in phases]
+    wire = [run.contract[phase].bits for phase in phases]
     spent, saved = dict[str, float](), dict[str, Any]()
     for t in range(run.max_rounds):
         if of.asynchronous is not None and timing is not None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.base import value_of
 from fl_lightning.core import (
     Checked,
     ClientContext,
@@ -215,10 +215,12 @@ class Aggregation(Checked, key="trainer.aggregation"):
         uploads.change(sums)
 
     def _combined(self, rows: Tensor, weights: Tensor) -> Tensor:
-        found, n = value_of(self.__call__, rows, weights), rows.shape[1]
-        wrong = f"trainer.aggregation = {type(self).__name__}: returns shape {tuple(found.shape)}"
-        ensure(found.shape == (n,), f"{wrong}; return one value for each coordinate, ({n},)")
-        return found
+        combined: Any = self(rows, weights)  # that of a user's rule may be anything
+        form = f"shape {tuple(combined.shape)}" if isinstance(combined, Tensor) else f"{combined!r:.40}"
+        wrong = f"trainer.aggregation = {type(self).__name__}: returns {form}"
+        right = isinstance(combined, Tensor) and combined.shape == rows.shape[1:]
+        ensure(right, f"{wrong}; return one value for each coordinate, ({rows.shape[1]},)")
+        return combined  # type: ignore[no-any-return]
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         """Returns the server's state after its step, with the rule's own state updated."""

@@ -1,4 +1,4 @@
-"""A table of the algorithms, which ``python -m fl_lightning.algorithms.catalogue`` prints as Markdown."""
+"""A table of the algorithms, which ``python -m fl_lightning.engine.catalogue`` prints as Markdown."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import ClientContext, State
+from fl_lightning.core import State
+from fl_lightning.engine.contract import contract_of
 
 WIRE = "Each name on the wire is one model (d numbers) per participating client and phase, unless it says otherwise."
 
@@ -40,24 +41,22 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, algorithm: type[LocalObjective], **parts: Any) -> "Entry":
-        """Describes a class by an instance with default arguments and these parts, whose client takes no step."""
+        """Describes a class by an instance with default arguments and these parts, by a dry step."""
         it = algorithm(net=nn.Linear(2, 3), **parts)
-        w = it.flat.vector(it.net)
-        ctx = ClientContext(t=0, rounds=1, m=1, flat=it.flat, lr=1.0, K=1, k_lr=1.0)
-        server = State({"w": w, **State.initial(it.server_inits(), w, w)})
-        sent = it.begin_phase(server, ctx)
-        upload, client = it.without_steps(w, sent, ctx, 3)
+        of = contract_of(it)[0]
         travels = [name for name in it.wire[1] if name not in it.recalled]
-        groups = (client, it.client_inits()), (server, it.server_inits()), (sent, it.wire[0]), (upload, travels)
+        w = it.flat.vector(it.net)
+        kept = (of.client, it.client_inits()), (State.initial(it.server_inits(), w, w), it.server_inits())
+        groups = *kept, (of.sent, it.wire[0]), (of.upload, travels)
         matrices = sum(n for n, shape in zip(it.flat.numels, it.flat.shapes, strict=True) if len(shape) > 1)
         remarks = {it.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}
         lists = [sizes(values, names, remarks) for values, names in groups]
-        cells = [it.paper, *lists, str(it.phases), "/".join(map(str, it.passes)), it.weighting]
+        cells = [it.paper, *lists, str(it.phases), "/".join(map(str, of.passes)), it.weighting]
         whole = it.flat.d, matrices
         down, up = ([values[name].numel() for name in names] for values, names in groups[2:])
         models = sum(n in whole for n in down), sum(n in whole for n in up)
         page = algorithm.__module__.rpartition(".")[2] + ".md"
-        return cls(algorithm.__name__, page, cells, models, (down + up).count(1), it.passes)
+        return cls(algorithm.__name__, page, cells, models, (down + up).count(1), of.passes)
 
 
 def sizes(values: Mapping[str, Tensor], names: Iterable[str], remarks: Mapping[int, str]) -> str:

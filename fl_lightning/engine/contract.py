@@ -1,0 +1,216 @@
+"""One dry step before round 1: each hook returns what its signature promises, and changes nothing in place."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import wraps
+from inspect import getmembers, isfunction, signature
+from itertools import product
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.algorithms.hooks import Hooks
+from fl_lightning.algorithms.parts import Direction, LocalOptimizer, Part, through
+from fl_lightning.core import (
+    ClientContext,
+    Draws,
+    FlatNet,
+    Logs,
+    RoundContext,
+    State,
+    Upload,
+    Uploads,
+    UserError,
+    Watched,
+    ensure,
+    with_own_attributes,
+)
+from fl_lightning.engine.base import Engine
+from fl_lightning.engine.sequential import SequentialEngine
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a dry step has shown of a phase.
+
+    Attributes:
+        passes: Forward and backward passes of a local step.
+        sent: What a client receives.
+        upload: What it uploads, as it travels.
+        bits: The bits that it receives and uploads.
+        client: What it keeps.
+    """
+
+    passes: tuple[int, int]
+    sent: State
+    upload: Upload
+    bits: tuple[int, int]
+    client: State
+
+
+def dry_step(engine: Engine, server: State, w0: Tensor, classes: int, ctx: RoundContext) -> dict[int, Exchange]:
+    """Calls all hooks of two rounds, in their order: one client takes one step in each, along a made gradient.
+
+    The hooks are those of a copy of the objective, so that nothing is left of it.
+
+    Args:
+        engine: An engine of the objective.
+        server: The server's state.
+        w0: The initial model, ``(d,)``.
+        classes: Number of classes, of each of which the client has one sample.
+        ctx: The context of the first round.
+
+    Returns:
+        What the second round has shown, by phase; the phase in which clients train by themselves is the last one.
+
+    Raises:
+        UserError: If a hook returns something else than the base class says, or changes a tensor in place that it gets.
+    """
+    objective, dry, contract = held(engine.objective), copy(engine), dict[int, Exchange]()
+    dry.objective, name, passes = objective, type(objective).__name__, 0
+    client = State.initial(objective.client_inits(), w0, server.w)
+    scratch = State.initial(objective.scratch_inits(), w0, server.w)
+    counts = w0.new_ones(classes) if objective.uses_class_counts else None
+    phases = [*range(objective.phases)]
+
+    def total(function: Callable[[State], Tensor]) -> Tensor:
+        return function(objective.seen_state(server.w, client, State({"w": server.w}))[0])
+
+    def evaluate(v: Tensor, losses: object) -> tuple[Tensor, Tensor]:
+        ensure(v.shape == w0.shape, f"{name}: grad(v) gets v as {_form(v)}; give it w's shape, {tuple(w0.shape)}")
+        nonlocal passes
+        passes += 1
+        return torch.arange(len(v), device=v.device).cos().to(v) / len(v) ** 0.5, v.new_ones(())
+
+    for t, phase in product((0, min(1, ctx.rounds - 1)), [len(phases)] * objective.trains_alone + phases):
+        passes, now = 0, replace(ctx, t=t, phase=phase % len(phases))
+        lr, draws = objective.lr(now), Draws([(0, t, phase, 0)], w0.device, together=False)
+        of_client = {"phase": phase, "lr": lr, "K": 1, "k_lr": lr, "class_counts": counts, "draws": draws}
+        local = ClientContext(**{**vars(now), **of_client})
+        if not phase:
+            before = server
+            server = objective.round_start(server, total, now)
+        watched = Watched((objective, objective.optimizer, *objective.all_parts))
+        sent = objective.begin_phase(server, now)
+        carry, fixed = dry.begin(client | scratch, sent, local, w0)
+        carry = dry.step(carry, fixed, evaluate)
+        upload, client, _ = dry.finish(carry, fixed)
+        watched.warn_of_clients()
+        arrived = through((part.arrived for part in objective.parts if part.packs), upload, sent, local)
+        bits = objective.bits(sent, up=False), objective.bits(arrived, up=True)
+        contract[phase] = Exchange((len(fixed.teachers) + passes, passes), sent, upload, bits, client)
+        if phase == len(phases):
+            continue
+        averages = Uploads(objective.wire[1], objective.weighting, [local], w0)
+        averages.add(arrived, 1)
+        watched = Watched((objective, *objective.all_parts))
+        now = replace(now, logs=Logs(objective.all_logs))
+        server = objective.finish_phase(server, sent, averages, now)
+        if phase == phases[-1]:
+            server = objective.survey(server, total, now) if objective.surveys else server
+            server = objective.finish_round(server, before, now)
+        watched.warn_of_server(numbers=False)
+        client = objective.finish_client(client, server)
+    objective.client_model(server.w, client)
+    return contract
+
+
+def contract_of(objective: LocalObjective, classes: int = 3) -> dict[int, Exchange]:
+    """Returns what a dry step shows of an objective outside a run."""
+    engine = SequentialEngine(objective, FlatNet(objective.net), nullcontext)
+    server = State({"w": engine.net.w, **State.initial(objective.server_inits(), engine.net.w, engine.net.w)})
+    return dry_step(engine, server, engine.net.w, classes, RoundContext(t=0, rounds=1, m=1, flat=objective.flat))
+
+
+def held(objective: LocalObjective) -> LocalObjective:
+    """Returns a copy of an objective whose hooks, those of its parts included, are held against their signatures."""
+    it: LocalObjective = _held_copy(objective, objective.flat.d)
+    for name, part in vars(objective).items():
+        if isinstance(part, Part | LocalOptimizer):
+            object.__setattr__(it, name, _held_copy(part, objective.flat.d))
+    it.parts = [_held_copy(part, objective.flat.d) for part in objective.parts]
+    return it
+
+
+def _held_copy(owner: Any, d: int) -> Any:
+    it = with_own_attributes(owner)
+    for interface in (Hooks, Part, LocalOptimizer):
+        for name, declared in getmembers(interface, isfunction) if isinstance(owner, interface) else ():
+            if name[0] != "_":
+                object.__setattr__(it, name, _held(getattr(it, name), declared, d))
+    return it
+
+
+def _held(hook: Any, declared: Any, d: int) -> Any:
+    """Returns a hook that is held, whenever it is called, against its declaration in the base class."""
+    owner, kind, parameters = hook.__self__, get_type_hints(declared)["return"], [*signature(declared).parameters][1:]
+    name, says = f"{type(owner).__name__}.{hook.__name__}", "as the docstring of this hook in the base class says"
+    several = get_origin(kind) is tuple and ... not in get_args(kind)
+    may_be_none = kind is type(None) or type(None) in get_args(kind)
+
+    @wraps(hook)
+    def call(*args: Any, **more: Any) -> Any:
+        given = [*_tensors(zip(parameters, args, strict=False))]
+        versions = [v._version for _, v in given]
+        value = hook(*args, **more)
+        changed = [of for (of, v), version in zip(given, versions, strict=True) if v._version != version]
+        remedy = "in place; compute a new tensor, as v - x in place of v -= x"
+        ensure(not changed, f"{name} changes {', '.join(changed)} {remedy}")
+        what = "None" if value is None else f"a {type(value).__name__}"
+        two = isinstance(value, tuple | list) and len(value) == 2
+        ensure(two or not several, f"{name} returns {what}; return two values, {says}")
+        ensure(may_be_none or value is not None, f"{name} returns None; return a value, {says}")
+        states = (v for v in args if isinstance(v, State))
+        for one, of in zip(value, get_args(kind), strict=True) if several else ((value, kind),):
+            if of is State:
+                _check_state(name, one, next(states))
+            elif of == Upload:
+                _check_upload(name, one, {*owner.up}.union(*(v for v in args if isinstance(v, dict))))
+            elif of in (Tensor, Direction):
+                for v in one if isinstance(one, tuple) else (one,):
+                    right = isinstance(v, Tensor) and v.shape == (d,)
+                    ensure(right, f"{name} returns {_form(v)}; return a vector of w's shape, ({d},)")
+            elif hook.__name__ == "bits":
+                for wire, n in one.items():
+                    right = isinstance(n, int) and n >= 0
+                    ensure(right, f"model.parts: bits of {wire} = {n!r:.40}: give an int of at least 0")
+        return value
+
+    return call
+
+
+def _tensors(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in arguments:
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _tensors((f"{name}.{of}", v) for of, v in value.items())
+
+
+def _check_state(name: str, state: Any, before: State) -> None:
+    ensure(isinstance(state, State), f"{name} returns {_form(state)}; return a State, as of replace(...)")
+    for of, old in before.items():
+        value = state.get(of)
+        right = isinstance(value, Tensor) and (value.shape, value.dtype) == (old.shape, old.dtype)
+        ensure(right, f"{name} returns '{of}' as {_form(value)}; return {_form(old)}, as it was")
+    if more := ", ".join(f"'{of}'" for of in state if of not in before):
+        raise UserError(f"{name} returns {more}, which nobody declares; declare it as state, or leave it out")
+
+
+def _check_upload(name: str, upload: Any, declared: set[str]) -> None:
+    what = sorted(upload) if isinstance(upload, Mapping) else f"{_form(upload)}, no mapping of names"
+    right = isinstance(upload, Mapping) and {*upload} == declared
+    ensure(right, f"{name} uploads {what}, but declares up = {sorted(declared)}")
+    none = [f"{of} = {_form(v)}" for of, v in upload.items() if not isinstance(v, Tensor)]
+    ensure(not none, f"{name} uploads {', '.join(none)}; upload tensors")
+
+
+def _form(value: Any) -> str:
+    """Returns the shape and dtype of a tensor, in words."""
+    if not isinstance(value, Tensor):
+        return "None" if value is None else f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
