@@ -1,0 +1,81 @@
+"""The dry step before round 1: what it shows, and that nothing is left of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning import SAM, Callback, Compress, Ditto, FedAvg, FedSMOO, NaiveFedGloSS, ServerMomentum, UserError
+from fl_lightning.core import State
+from fl_lightning.engine import contract_of
+from tests.engine.test_engines import Small, train
+
+
+class Keeps(FedAvg):
+    """Keeps all kinds of things on itself, and draws from torch's global generator."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.calls, self.norms, self.mean = 0, list[float](), torch.zeros(307, dtype=torch.float64)
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        self.calls += 1
+        self.norms.append(float(w.norm()))
+        self.mean.add_(w)
+        self.cached = torch.rand(3)
+        return {"w": w}, client
+
+
+class Looks(Callback):
+    """Looks at the objective before the first round."""
+
+    def on_fit_start(self, run: Any) -> None:
+        it = run.objective
+        self.seen = it.calls, len(it.norms), float(it.mean.norm()), hasattr(it, "cached"), run.net.w.clone()
+        self.state = torch.get_rng_state()
+
+
+def test_nothing_is_left_of_it(tmp_path: Path) -> None:
+    net, look = Small(), Looks()
+    w0, drawn = torch.cat([p.detach().flatten() for p in net.parameters()]), torch.manual_seed(3).get_state()
+    with pytest.warns(UserWarning, match=r"Keeps changes self\.(calls|mean|norms) while clients train"):
+        train(tmp_path, Keeps(net=net), "sequential", max_rounds=1, callbacks=[look])
+    *seen, w = look.seen
+    assert seen == [0, 0, 0.0, False] and torch.equal(w, w0) and torch.equal(look.state, drawn)
+
+
+def test_what_it_shows_by_phase() -> None:
+    """Of a part whose clients also train alone, with SAM in the round; of two phases; of an upload that is shorter."""
+    d = 307
+    own = contract_of(FedAvg(Small(), ascent=SAM(0.1), parts=[Ditto(0.1)]))
+    assert [(phase, of.passes) for phase, of in own.items()] == [(1, (1, 1)), (0, (2, 2))]
+    assert own[0].bits == (32 * d, 32 * d)
+    assert [of.passes for of in contract_of(NaiveFedGloSS(Small())).values()] == [(1, 1), (1, 1)]
+    smoo = contract_of(FedSMOO(Small()))[0]
+    assert {*smoo.sent} == {*smoo.upload} == {"w", "s"} and smoo.bits == (64 * d, 64 * d)
+    down, up = contract_of(FedAvg(Small(), parts=[Compress("sign")]))[0].bits
+    assert down == 32 * d and up < 2 * d
+
+
+class Grows(ServerMomentum):
+    def __call__(self, server: State, delta: Tensor, ctx: Any) -> State:
+        return super().__call__(server, delta.double().unsqueeze(0), ctx)
+
+
+class Halves(FedAvg):
+    """Wrong from its second round on."""
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        after = super().server_step(server, sent, uploads, ctx)
+        return after.replace(w=after.w[::2]) if ctx.t else after
+
+
+@pytest.mark.parametrize("make", [lambda: FedAvg(Small(), server_update=Grows(0.9)), lambda: Halves(Small())])
+def test_a_mistake_of_the_server_leaves_no_run(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"server_step returns 'w' as .*; return float64 of shape \(307,\), as it was"):
+        train(tmp_path, make(), "graphed", max_rounds=3)
+    assert not [*tmp_path.iterdir()]
