@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from fl_lightning.trainer.flight import EVENTS, Event
-from fl_lightning.trainer.measurements.base import append_rows, drop_later_rounds, first_cell
 from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer.storage import records
 
 
 class EventLog(Callback):
@@ -13,9 +13,9 @@ class EventLog(Callback):
     def on_fit_start(self, run: Run) -> None:
         path = run.folder.path / EVENTS
         if run.fabric.is_global_zero:
-            drop_later_rounds(path, run.rounds_done, first_cell, head=1)
+            records.drop_later_rounds(path, run.rounds_done)
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         path = run.folder.path / EVENTS
         if run.fabric.is_global_zero:
-            append_rows(path, Event._fields, run.state.training["events"])
+            records.append_rows(path, Event._fields, run.state.training["events"])

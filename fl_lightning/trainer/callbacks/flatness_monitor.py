@@ -1,6 +1,5 @@
 """Flatness of the global and the local models during training."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,10 +22,10 @@ from fl_lightning.trainer.measurements import (
     PseudoGradient,
     check_measures,
     default_measures,
-    drop_later_rounds,
 )
 from fl_lightning.trainer.round import replay
 from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer.storage import records
 
 
 class FlatnessMonitor(Callback):
@@ -73,9 +72,7 @@ class FlatnessMonitor(Callback):
         if run.fabric.is_global_zero:
             for metric in self.metrics:
                 metric.resume(run)
-            drop_later_rounds(
-                run.folder.path / MEASUREMENTS, run.rounds_done, lambda line: int(json.loads(line)["round"])
-            )
+            records.drop_later_rounds(run.folder.path / MEASUREMENTS, run.rounds_done)
 
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()

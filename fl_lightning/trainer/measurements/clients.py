@@ -17,15 +17,13 @@ from fl_lightning.trainer.measurements.base import (
     Measure,
     Measurement,
     MeasurementContext,
-    append_rows,
     check_statistics,
-    drop_later_rounds,
-    first_cell,
     local_models,
 )
 from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
+from fl_lightning.trainer.storage import records
 
 Score = tuple[float, float]
 """The data's metric and the mean loss on a client's test data."""
@@ -199,10 +197,10 @@ class ClientEvaluation(Measure):
         return found
 
     def keep(self, run: Run) -> None:
-        append_rows(run.folder.path / FILE, self._head, self._rows)
+        records.append_rows(run.folder.path / FILE, self._head, self._rows)
 
     def resume(self, run: Run) -> None:
-        drop_later_rounds(run.folder.path / FILE, run.rounds_done, first_cell, head=1)
+        records.drop_later_rounds(run.folder.path / FILE, run.rounds_done)
 
 
 def evaluate(run: Run, split: Split) -> dict[str, float]:

@@ -1,17 +1,34 @@
-"""The files that a run writes line by line beside its log, as a checkpoint knows them."""
+"""The files that rounds of a run write line by line beside its log; each line begins with its round."""
 
+import csv
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from zlib import crc32
 
-from fl_lightning.core import ensure
+from fl_lightning.core import ensure, write_atomically, writing
 from fl_lightning.results import clients
 
 FILES = ("flatness.jsonl", clients.FILE, "events.csv")
+"""Those of which a checkpoint keeps checksums."""
 ROUND = re.compile(rb'(?:\{"round": )?(\d+),')
-"""How a line begins."""
+
+
+def append_rows(path: Path, head: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
+    """Appends rows to a CSV file, after the head if it is new.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    with writing(path), path.open("a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([*([] if file.tell() else [head]), *rows])
+
+
+def drop_later_rounds(path: Path, rounds: int) -> None:
+    """Removes later rounds, and a line that a crash has cut short; the file may be missing."""
+    if path.exists():
+        write_atomically(path, b"".join(_lines(path, rounds)))
 
 
 def checksums(folder: Path, rounds: int) -> dict[str, int]:
@@ -30,21 +47,27 @@ def check(folder: Path, rounds: int, saved: Mapping[str, int]) -> None:
     Raises:
         UserError: If a line is not as it was written, or a file is missing.
     """
-    found = checksums(folder, rounds)
+    now = checksums(folder, rounds)
     for name, known in saved.items():
-        problem = "a line is not as the run has written it" if name in found else "missing"
+        problem = "a line is not as the run has written it" if name in now else "missing"
         ensure(
-            found.get(name) in (known, 0),
+            now.get(name) in (known, 0),
             f"{folder / name}: {problem}; restore the file, or give an empty one to go on without its lines",
         )
 
 
 def _checksum(path: Path, rounds: int) -> int:
-    found = 0
     with path.open("r+b") as file:
         os.fsync(file.fileno())  # a checkpoint never knows of more lines than the file
-        for line in file:
-            match = ROUND.match(line)
-            if line.endswith(b"\n") and (match is None or int(match[1]) <= rounds):  # else a crash has cut it short
-                found = crc32(line.rstrip(b"\r\n"), found)
-    return found
+    checksum = 0
+    for line in _lines(path, rounds):
+        checksum = crc32(line.rstrip(b"\r\n"), checksum)
+    return checksum
+
+
+def _lines(path: Path, rounds: int) -> Iterator[bytes]:
+    """Yields the lines up to a round, and those without one, as the head."""
+    for line in path.read_bytes().splitlines(keepends=True):
+        match = ROUND.match(line)
+        if line.endswith(b"\n") and (match is None or int(match[1]) <= rounds):  # else a crash has cut it short
+            yield line
