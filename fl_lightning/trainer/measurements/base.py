@@ -1,6 +1,6 @@
 """Base class of the measures, the context they get, and the measurements they return."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -8,10 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.core import Checked, State
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import Checked, State, ensure
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
 from fl_lightning.results.metrics import protocol
+from fl_lightning.trainer.cohort import Cohort
+from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -200,3 +203,78 @@ def own_models(run: Run) -> dict[int, Tensor]:
     """Returns the own models of all clients that have trained, ``(d,)`` by id, those of other processes included."""
     mine = {k: run.objective.client_model(run.global_model, row).cpu() for k, row in run.clients.rows().items()}
     return {k: w.to(run.server.w) for k, w in collectives.all_gather_dict(run.fabric, mine).items()}
+
+
+def local_loss(run: Run, client: int, w: Tensor, chosen: Tensor | None = None) -> dict[str, Any]:
+    """Returns the loss at a client's model: the first arguments of the functions of `fl_lightning.flatness`.
+
+    Args:
+        run: The run; its net holds the client's buffers.
+        client: The client.
+        w: Its model, ``(d,)``.
+        chosen: Indices into the training data; by default the client's own.
+    """
+    batches = partial(run.data.eval_batches, run.data.clients[client] if chosen is None else chosen, run.dtype)
+    return {
+        "model": run.objective.net, "loss": run.objective.evaluation_loss, "batches": batches, "at": w
+    }  # fmt: skip
+
+
+def dry_round(
+    run: Run, clients: Sequence[int], on_result: Callable[[LocalResult], object], perturb: bool = True
+) -> State:
+    """Trains clients as the next round would; the run stays as it is. Every process calls.
+
+    After the last round, its minibatches and learning rate are used again.
+
+    Args:
+        run: The run.
+        clients: Ids of the clients; needs memory for as many local models.
+        on_result: Called with each result of the last phase on this process.
+        perturb: Whether the algorithm may perturb the model that it sends; otherwise it is the server's.
+
+    Returns:
+        The server's next state.
+
+    Raises:
+        UserError: If training diverges.
+    """
+    return _next_round(run, clients, on_result, perturb).train(run.engine).server
+
+
+def local_models(run: Run, clients: Sequence[int], on_result: Callable[[LocalResult], object], at_once: int) -> None:
+    """Trains clients as the next round would, and keeps nothing of it; the run stays as it is. Every process calls.
+
+    Unlike `dry_round` it needs memory for a block of local models only, and makes no server step of the last phase.
+
+    Args:
+        run: The run.
+        clients: Ids of the clients.
+        on_result: Called with each result of the last phase on this process.
+        at_once: Clients of a block, which is the cohort of an algorithm with several phases.
+    """
+    for at in range(0, len(clients), at_once):
+        for phase in _next_round(run, clients[at : at + at_once], on_result).phases():
+            results = run.engine.train(phase.jobs())
+            phase.observe(results) if phase.last else phase.aggregate(results)
+
+
+def _next_round(
+    run: Run, clients: Sequence[int], on_result: Callable[[LocalResult], object], perturb: bool = True
+) -> Round:
+    last = run.objective.phases - 1
+    cohort = Cohort.of(run, clients, run.next_round)
+    return Round(run, cohort, lambda result: on_result(result) if result.ctx.phase == last else None, perturb)
+
+
+def check_statistics(objective: LocalObjective) -> None:
+    """Checks that the global model has running statistics, if its net keeps any.
+
+    Raises:
+        UserError: If every client keeps its own.
+    """
+    ensure(
+        objective.net_buffers is None or objective.net_buffers.policy != "local",
+        "model.buffers = local: the global model has no running statistics to measure its flatness with; use "
+        "average or reset, or do not measure it",
+    )
