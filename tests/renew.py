@@ -21,7 +21,7 @@ from unittest.mock import patch
 from torch import nn
 
 from fl_lightning import algorithms
-from fl_lightning.algorithms import catalogue
+from fl_lightning.engine import catalogue
 from fl_lightning.trainer import loop
 from tests import page_code
 from tests.trainer import test_private_outputs

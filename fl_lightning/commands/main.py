@@ -87,9 +87,9 @@ def main(args: Sequence[str] | None = None) -> None:
         configs = [arg.removeprefix("--config=") for arg in joined(given) if arg.startswith("--config=")]
         if (line := explain(error, configs, given[0])) is None:
             raise
-        from fl_lightning.trainer.runtime import ranks
+        from fl_lightning.trainer.runtime.signals import rank_and_first
 
-        rank, first = ranks.reports()
+        rank, first = rank_and_first()
         if "torch" in sys.modules:  # the processes may be connected
             from fl_lightning.trainer.runtime.collectives import reports
 

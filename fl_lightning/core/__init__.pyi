@@ -60,16 +60,9 @@ from .forward import places as places
 from .forward import plain_recurrence as plain_recurrence
 from .forward import unchanged as unchanged
 from .forward import variance_needed as variance_needed
-from .frozen import constants as constants
-from .frozen import digest as digest
-from .frozen import load_constants as load_constants
-from .frozen import moving_buffers as moving_buffers
-from .groups import earlier as earlier
-from .groups import grouped as grouped
 from .losses import enlarged as enlarged
 from .losses import kl_to_teacher as kl_to_teacher
 from .losses import not_true as not_true
-from .machine import processor as processor
 from .made import MADE as MADE
 from .made import config_of as config_of
 from .made import described as described
@@ -80,6 +73,8 @@ from .names import Named as Named
 from .names import callback_of_lightning as callback_of_lightning
 from .names import similar as similar
 from .nested import Inputs as Inputs
+from .nested import earlier as earlier
+from .nested import grouped as grouped
 from .nested import map_tensors as map_tensors
 from .nested import named_tensors as named_tensors
 from .options import LATER as LATER
@@ -102,6 +97,7 @@ from .rng import generator as generator
 from .rng import generators as generators
 from .rng import global_generator as global_generator
 from .rng import numpy_generator as numpy_generator
+from .rng import processor as processor
 from .rng import seeded as seeded
 from .secrets import LEFT_OUT as LEFT_OUT
 from .secrets import hidden as hidden
@@ -117,3 +113,7 @@ from .state import Upload as Upload
 from .state import Uploads as Uploads
 from .state import Weighting as Weighting
 from .state import k_lr_sums as k_lr_sums
+from .weights import constants as constants
+from .weights import digest as digest
+from .weights import load_constants as load_constants
+from .weights import moving_buffers as moving_buffers

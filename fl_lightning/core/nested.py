@@ -1,7 +1,7 @@
-"""Samples of several tensors: nested dicts whose leaves are tensors."""
+"""Nested dicts whose leaves are tensors, as samples of several inputs; values by key, and equal keys."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 Inputs: TypeAlias = Any
 """A tensor, or a dict of inputs: what a net's ``forward`` gets as its one argument."""
@@ -30,3 +30,20 @@ def nested(tensors: Mapping[str, Any], name: str) -> Inputs:
         return tensors[name]
     below = [path.removeprefix(f"{name}.") for path in tensors if path.startswith(f"{name}.")]
     return {key: nested(tensors, f"{name}.{key}") for key in dict.fromkeys(path.partition(".")[0] for path in below)}
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Returns the values of each key of pairs (key, value), both in the order in which they come."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def earlier(names: Sequence[str]) -> list[int]:
+    """Returns how often each name stands before its place, to number those that are equal."""
+    return [names[:place].count(name) for place, name in enumerate(names)]

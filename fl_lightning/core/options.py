@@ -25,8 +25,7 @@ from typing import (
 import numpy as np
 
 from fl_lightning.core.errors import UserError, ensure, folded, require
-from fl_lightning.core.names import SYNONYMS, similar
-from fl_lightning.core.overrides import check_overrides
+from fl_lightning.core.names import SYNONYMS, check_overrides, similar
 from fl_lightning.core.secrets import hidden
 
 CheckedMethod = TypeVar("CheckedMethod", bound=Callable[..., Any])

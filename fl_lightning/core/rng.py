@@ -1,7 +1,11 @@
 """Randomness by name: every draw comes from a generator keyed by (seed, purpose, keys), never from global state."""
 
+import platform
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -119,3 +123,16 @@ def seeded(device: torch.device, seed: int, purpose: str, *keys: int) -> Iterato
         yield
     finally:
         mine.set_state(before)
+
+
+@cache
+def processor() -> str:
+    """Returns the processor's name, generation and instructions."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    generation = re.findall(r"^(?:cpu family|model)\s*:\s*(\d+)$", text, re.MULTILINE)[:2]
+    name = named[1] if named else platform.processor() or platform.machine()
+    return f"{name} ({'.'.join([*generation, torch.backends.cpu.get_cpu_capability()])})"

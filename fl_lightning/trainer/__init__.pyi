@@ -13,9 +13,9 @@ from .measurements.clients import evaluate as evaluate
 from .measurements.curvature import check_measures as check_measures
 from .measurements.sharpness import default_measures as default_measures
 from .measurements.updates import PseudoGradient as PseudoGradient
-from .participation.failures import LINES as LINES
-from .participation.failures import listed as listed
+from .participation.faults import LINES as LINES
 from .participation.faults import Attendance as Attendance
+from .participation.faults import listed as listed
 from .participation.samplers import draw as draw
 from .round import Phase as Phase
 from .round import Round as Round

@@ -15,8 +15,7 @@ from fl_lightning.trainer.measurements.clients import evaluate
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import Interruption, unbroken_output
-from fl_lightning.trainer.session import session
-from fl_lightning.trainer.transaction import transaction
+from fl_lightning.trainer.session import session, transaction
 
 Steps: TypeAlias = Generator[list[Job], Iterable[LocalResult], None]
 """Gives the jobs of one phase after another, and takes their results."""

@@ -19,9 +19,9 @@ import fl_lightning
 from fl_lightning.core import Checked, State, constants, described, ensure, files, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
-from fl_lightning.trainer.aggregation.noise import NoiseKey
+from fl_lightning.trainer.aggregation.accountant import NoiseKey
 from fl_lightning.trainer.flight import is_flight
-from fl_lightning.trainer.participation import failures
+from fl_lightning.trainer.participation.faults import write_failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
 from fl_lightning.trainer.state import by_key
@@ -66,7 +66,7 @@ def _write(run: Run, path: Path, stays: bool) -> None:
     if run.fabric.is_global_zero:
         if run.frozen and run.saved_rounds < 0:  # once in a process: a file that is lost or damaged is whole again
             files.save(run.folder.frozen, {name: value.cpu() for name, value in constants(run.objective.net).items()})
-        failures.write(run.folder.failures, run.state.failures)  # first: a resumed run writes it again
+        write_failures(run.folder.failures, run.state.failures)  # first: a resumed run writes it again
         about = _about(run, pin=path != run.folder.last and (stays or path))
         for logger in run.run_loggers:
             logger.flush()  # a checkpoint never knows of more rounds than the log

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from fl_lightning.core import DivergenceError, Logs, RoundContext, State, Watched, wait_for
 from fl_lightning.engine import Engine, Job, LocalResult
-from fl_lightning.trainer import divergence
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.participation import Attendance, failures
-from fl_lightning.trainer.received import Arrivals, average
+from fl_lightning.trainer.participation import Attendance
+from fl_lightning.trainer.participation.faults import LINES, failure_lines
+from fl_lightning.trainer.received import Arrivals, average, check_finite, diverged
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.transaction import before_the_round
+from fl_lightning.trainer.session import before_the_round
 
 
 class Round:
@@ -111,9 +111,9 @@ class Round:
     def apply(self) -> None:
         """Makes this round's result the state of the run, and prints which clients were refused."""
         run = self.run
-        for line in failures.new_lines(run.state.failures, self.cohort.t, self.failed["refused"]):
+        for line in failure_lines(run.state.failures, self.cohort.t, self.failed["refused"]):
             run.fabric.print(line)
-        if self.diverged and run.metrics.get("client/diverged", 0) < failures.LINES:
+        if self.diverged and run.metrics.get("client/diverged", 0) < LINES:
             run.fabric.print(f"left out: {self.diverged}")
         training, flight = None, self.cohort.flight
         if flight is not None:
@@ -294,7 +294,7 @@ class Phase:
         if not finite:
             if flight is not None and flight.refused < flight.slots:  # others still train
                 return of.leave()
-            raise divergence.diverged(self.run, now.t, f"every upload is not finite ({arrivals.reasons()})")
+            raise diverged(self.run, now.t, f"every upload is not finite ({arrivals.reasons()})")
         known = objective.known(self.current) if rule.by_rows else {}
         watched = Watched((rule,))
         uploads = average(everything, of.server, known, now)
@@ -303,7 +303,7 @@ class Phase:
         if self.last and objective.surveys:
             rows = {**of.rows, **arrivals.rows()}
             after = surveyed(self.run, of.server.w, after, rows, now)
-        divergence.check_finite(self.run, after, now.t)
+        check_finite(self.run, after, now.t)
         of.server = objective.finish_round(after, self.run.server, now) if self.last else after
         watched.warn_of_server(numbers=True)
         self._keep(arrivals)

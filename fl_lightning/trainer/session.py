@@ -1,4 +1,4 @@
-"""A run on disk, from its start to its end: folder, lock, loggers and callbacks."""
+"""A run on disk, from its start to its end: folder, lock, loggers and callbacks; a round as a transaction."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -9,6 +9,7 @@ from fl_lightning.core import UserError, disk_error, folded
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import on_rank_zero, undisturbed
+from fl_lightning.trainer.runtime.signals import check_interruption
 from fl_lightning.trainer.state import by_key
 from fl_lightning.trainer.storage import RunFolder, locked, provenance, records
 
@@ -138,3 +139,40 @@ def _close(run: Run, status: str) -> None:
     run.clients.close()
     for logger in run.loggers:
         logger.finalize(status)
+
+
+@contextmanager
+def transaction(run: Run) -> Iterator[None]:
+    """Does a round completely or not at all: an error restores the run and its callbacks.
+
+    If the round's checkpoint has been written, the run stays after the round.
+    """
+    check_interruption()
+    run.before = run.state, [callback.state_dict() for callback in run.callbacks]
+    try:
+        yield
+    except BaseException:
+        state, callbacks = run.before
+        run.round_metrics = {}
+        if run.saved_rounds > state.round:
+            run.clients.commit()
+        else:
+            run.state = state
+            run.clients.rollback()
+            for callback, its in zip(run.callbacks, callbacks, strict=True):
+                if its:
+                    callback.load_state_dict(its)
+        raise
+    run.clients.commit()
+
+
+@contextmanager
+def before_the_round(run: Run) -> Iterator[None]:
+    """Within it, state and clients' rows are those before the round or program that has just been trained."""
+    state, rows = run.state, run.clients.rollback()
+    run.state = run.before[0]
+    try:
+        yield
+    finally:
+        run.state = state
+        run.clients.stage(rows)

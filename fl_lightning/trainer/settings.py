@@ -34,8 +34,8 @@ from fl_lightning.trainer.runtime import (
     collectives,
     cpu_threads,
     default_actions,
+    environment,
     float32_products,
-    interface,
     keep_freed_memory,
     quiet,
     repeatable_convolutions,
@@ -216,15 +216,15 @@ class Settings(Checked, key="trainer"):
     def launch(self) -> None:
         """Starts the processes, at the first call."""
         if not self._launched:
-            environment = getattr(self.fabric.strategy, "cluster_environment", None)
+            cluster = getattr(self.fabric.strategy, "cluster_environment", None)
             ensure(
-                self._nodes == 1 or type(environment) is not LightningEnvironment or "MASTER_PORT" in os.environ,
+                self._nodes == 1 or type(cluster) is not LightningEnvironment or "MASTER_PORT" in os.environ,
                 f"trainer.num_nodes = {self._nodes}: no other node could join; start this command by torchrun or srun "
                 "on each, or set MASTER_ADDR, MASTER_PORT and NODE_RANK there, or set num_nodes to 1",
             )
-            if self._nodes > 1 and environment is not None:
-                interface.choose(environment.main_address)
-            names = ", ".join(("MASTER_ADDR", *interface.VARIABLES))
+            if self._nodes > 1 and cluster is not None:
+                environment.choose_interface(cluster.main_address)
+            names = ", ".join(("MASTER_ADDR", *environment.INTERFACES))
             unreached = f"does not reach the others; see their messages, and check {names}"
             # NCCL's errors are exceptions, as gloo's are, so that the rest can save; else torch ends the process
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")

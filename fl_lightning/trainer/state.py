@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core import State, accumulator_dtype, earlier
-from fl_lightning.trainer.participation.failures import Failures, counted
+from fl_lightning.trainer.participation.faults import Failures, counted
 
 T = TypeVar("T")
 ROUNDS = 5

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import fl_lightning
-from fl_lightning.algorithms.parts import schedules
+from fl_lightning.algorithms.parts.local_optimizer import Schedule
 from fl_lightning.core import Checked
 from tests.commands.test_sweep import file, table
 from tests.runs import DIGITS, SCRIPT, last, newest, process
@@ -44,9 +44,8 @@ print(json.dumps([wrong, sorted(name for name in {*sys.modules} - before if name
 def classes() -> dict[str, list[str]]:
     """The arguments that name each class that a config can name."""
     exported = [getattr(fl_lightning, name) for name in fl_lightning.__all__]
-    further = [value for value in vars(schedules).values() if isinstance(value, type)]
     found: dict[str, list[str]] = {}
-    for kind in [*exported, *further]:
+    for kind in [*exported, *Schedule.__subclasses__()]:
         named = isinstance(kind, type) and issubclass(kind, Checked) and "." in kind.__module__
         if named and not inspect.isabstract(kind) and kind.config_key not in ("{}", "trainer"):
             found[kind.__name__] = [IN_LISTS.get(kind.config_key, f"--{kind.config_key}={{}}").format(kind.__name__)]

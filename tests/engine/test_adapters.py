@@ -30,7 +30,7 @@ from fl_lightning import (
 )
 from fl_lightning.algorithms.features import with_features
 from fl_lightning.core.forward import batch_statistics, eval_mode
-from fl_lightning.core.frozen import constants, digest, moving_buffers
+from fl_lightning.core.weights import constants, digest, moving_buffers
 from fl_lightning.trainer.run import Run
 from tests.engine.test_engines import Net, assert_close, train
 from tests.problem import optimizer_for

@@ -36,7 +36,7 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
-from fl_lightning.algorithms.parts.schedules import Cosine
+from fl_lightning.algorithms.parts.local_optimizer import Cosine
 from fl_lightning.core import Draws
 from fl_lightning.engine import ENGINES, BatchedEngine, GraphedEngine, choice
 from fl_lightning.engine.base import changed

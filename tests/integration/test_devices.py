@@ -98,7 +98,7 @@ def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path:
     del waits["trainer/storage/client_store.py"]  # the checkpoint at the end has more clients
     del waits["trainer/storage/checkpoint.py"]  # and the norms after one more round
     program = engine != "sequential" and phases == 1 and not kept
-    own = {} if program else {"trainer/received.py": phases, "trainer/divergence.py": phases}
+    own = {} if program else {"trainer/received.py": 2 * phases}
     assert waits == {**own, "trainer/round.py": 1}
     assert not few.count("mixture") + many.count("mixture")
     checked = 6  # three steps, in the first and in the last round

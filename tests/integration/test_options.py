@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning import SGD, SWA, Augment, Digits, DigitsMLP, FederatedTrainer, FedSAM, UserError
-from fl_lightning.algorithms.parts.schedules import Cosine, Cyclic, Poly, Schedule
+from fl_lightning.algorithms.parts.local_optimizer import Cosine, Cyclic, Poly, Schedule
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.rng import generator
 from fl_lightning.core.state import RoundContext

@@ -12,7 +12,7 @@ from torch import nn
 
 from fl_lightning import Digits, DigitsMLP, FedAvg, FedDyn, FederatedTrainer, Frozen, UserError, load_net
 from fl_lightning.core.files import FROZEN as FILE
-from fl_lightning.core.frozen import constants, digest
+from fl_lightning.core.weights import constants, digest
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.storage import checkpoint
 from tests.runs import DIGITS, assert_same, cli, ended, group, last, metrics, newest, run, state

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fl_lightning import UserError
-from fl_lightning.trainer.runtime import interface
+from fl_lightning.trainer.runtime import environment
 from tests.runs import DIGITS, assert_same, ended, newest, process, run, state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its interfaces are those of Linux")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its interfaces 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment, in which none of the variables is set."""
-    for name in interface.VARIABLES:
+    for name in environment.INTERFACES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return os.environ  # type: ignore[return-value]
@@ -30,41 +30,41 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def machine(monkeypatch: pytest.MonkeyPatch, mine: str, **known: str) -> None:
     """A machine whose interfaces have these addresses; the first process is reached from ``mine``."""
-    monkeypatch.setattr(interface.socket, "if_nameindex", lambda: list(enumerate(known)))
-    monkeypatch.setattr(interface, "_address", known.get)
-    monkeypatch.setattr(interface.socket.socket, "connect", lambda *_: None)
-    monkeypatch.setattr(interface.socket.socket, "getsockname", lambda _: (mine, 9))
+    monkeypatch.setattr(environment.socket, "if_nameindex", lambda: list(enumerate(known)))
+    monkeypatch.setattr(environment, "_address", known.get)
+    monkeypatch.setattr(environment.socket.socket, "connect", lambda *_: None)
+    monkeypatch.setattr(environment.socket.socket, "getsockname", lambda _: (mine, 9))
 
 
 def test_route_names_the_interface(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "10.9.0.2", lo="127.0.0.1", docker0="172.17.0.1", eth0="10.9.0.2")
     variables["NCCL_SOCKET_IFNAME"] = "ib0"
-    interface.choose("node0")
-    assert [variables[name] for name in interface.VARIABLES] == ["eth0", "ib0"]
+    environment.choose_interface("node0")
+    assert [variables[name] for name in environment.INTERFACES] == ["eth0", "ib0"]
 
 
 def test_name_of_the_own_machine(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian gives it a loopback address: the one other interface is taken, and of several one is asked for."""
     machine(monkeypatch, "127.0.0.1", lo="127.0.0.1", eth0="10.9.0.1")
-    interface.choose("127.0.0.1")
-    assert not {*interface.VARIABLES} & variables.keys()
-    interface.choose("node0")
+    environment.choose_interface("127.0.0.1")
+    assert not {*environment.INTERFACES} & variables.keys()
+    environment.choose_interface("node0")
     assert variables.pop("GLOO_SOCKET_IFNAME") == variables.pop("NCCL_SOCKET_IFNAME") == "eth0"
     machine(monkeypatch, "127.0.0.1", lo="127.0.0.1", eth0="10.9.0.1", ib0="10.8.0.1")
     line = (
         "^MASTER_ADDR = node0: a loopback address on this machine, whose interfaces are eth0, ib0; give the machine's"
     )
     with pytest.raises(UserError, match=line):
-        interface.choose("node0")
+        environment.choose_interface("node0")
 
 
 def test_unknown_name_is_one_line(variables: dict[str, str]) -> None:
     with pytest.raises(UserError, match=r"^MASTER_ADDR = nowhere.invalid: not reached from this machine \(.*\); give"):
-        interface.choose("nowhere.invalid")
+        environment.choose_interface("nowhere.invalid")
 
 
 def test_real_interfaces() -> None:
-    assert interface._address("lo") == "127.0.0.1" and interface._address("none") is None
+    assert environment._address("lo") == "127.0.0.1" and environment._address("none") is None
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_two_machines(two_machines: list[str], tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_wrong_interface_ends_both_machines(two_machines: list[str], tmp_path: Path) -> None:
     """In a line of each, and without waiting for each other."""
-    said = on_two(two_machines, tmp_path, 1, **dict.fromkeys(interface.VARIABLES, "none0"))
+    said = on_two(two_machines, tmp_path, 1, **dict.fromkeys(environment.INTERFACES, "none0"))
     for number, (_, text) in enumerate(said):
         lines = [line for line in text.splitlines() if line.startswith("error")]
         assert len(lines) == 1 and f"process {number} does not reach the others; see their messages, and" in lines[0]

@@ -42,7 +42,7 @@ from fl_lightning import (
     algorithms,
     load_net,
 )
-from fl_lightning.algorithms.parts.schedules import Cosine
+from fl_lightning.algorithms.parts.local_optimizer import Cosine
 from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.losses import kl_to_teacher
 from fl_lightning.core.state import ClientContext, RoundContext, State

@@ -4,6 +4,7 @@ from .ascent import SAM as SAM
 from .ascent import Ascent as Ascent
 from .ascent import warm_up as warm_up
 from .averaging import Averaging as Averaging
+from .averaging import RelaxedInit as RelaxedInit
 from .base import Direction as Direction
 from .base import Further as Further
 from .base import Gradient as Gradient
@@ -21,14 +22,13 @@ from .drift import control_variate as control_variate
 from .drift import effective_steps as effective_steps
 from .drift import prox_pull as prox_pull
 from .flexlora import FlexLoRA as FlexLoRA
+from .local_optimizer import SGD as SGD
 from .local_optimizer import LocalOptimizer as LocalOptimizer
 from .local_optimizer import Take as Take
 from .man import MAN as MAN
 from .muon import Muon as Muon
 from .personal import Ditto as Ditto
 from .personal import Personal as Personal
-from .relaxed import RelaxedInit as RelaxedInit
 from .server_optimizers import ServerMomentum as ServerMomentum
 from .server_optimizers import ServerUpdate as ServerUpdate
-from .sgd import SGD as SGD
 from .torch_optimizer import TorchOptimizer as TorchOptimizer

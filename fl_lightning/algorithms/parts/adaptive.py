@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Direction
-from fl_lightning.algorithms.parts.local_optimizer import Keep, LocalOptimizer
-from fl_lightning.algorithms.parts.schedules import Schedule
+from fl_lightning.algorithms.parts.local_optimizer import Keep, LocalOptimizer, Schedule
 from fl_lightning.core import ClientContext, Fraction, Positive, State, WeightDecay
 
 

@@ -1,4 +1,4 @@
-"""Averages of the global model over rounds: clients never see them, evaluation and flatness use them."""
+"""Averages of the global model, which evaluation and flatness use and clients never see; relaxed starts of clients."""
 
 import math
 from collections.abc import Mapping
@@ -8,8 +8,18 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Part
-from fl_lightning.algorithms.parts.schedules import in_cycle
-from fl_lightning.core import Fraction, Init, NonNegative, PositiveInt, RoundContext, State, require
+from fl_lightning.algorithms.parts.local_optimizer import in_cycle
+from fl_lightning.core import (
+    ClientContext,
+    Fraction,
+    Init,
+    NonNegative,
+    PositiveInt,
+    RoundContext,
+    State,
+    Upload,
+    require,
+)
 
 
 class Averaging(Part, key="model.averaging"):
@@ -112,3 +122,28 @@ class SWA(Averaging):
     def model(self, server: State) -> Tensor:
         """Returns the weights to evaluate, ``(d,)``: the average once it has begun, before that the global model."""
         return server.swa_w if float(server.swa_n) >= 0 else server.w
+
+
+class RelaxedInit(Part, key="model.relaxed_init"):
+    """``w_0 = w^t + b (w^t - its last local model)``.
+
+    Args:
+        b: The factor b.
+        adds_updates: Whether the server adds the clients' updates to ``w^t``: a client then uploads ``w^t + w_i - w_0``
+            in place of ``w_i``.
+    """
+
+    client_state: Mapping[str, Init] = {"w_last": "w0"}
+
+    def __init__(self, b: float, adds_updates: bool) -> None:
+        self.b, self.adds_updates = b, adds_updates
+
+    def local_start(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
+        return w + self.b * (w - client.w_last), client
+
+    def local_end(
+        self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
+    ) -> tuple[Upload, State]:
+        if self.adds_updates and "w" in upload:
+            upload = {**upload, "w": upload["w"] - client.start + received.w}
+        return upload, client.replace(w_last=w)

@@ -14,7 +14,7 @@ Policy = Literal["average", "local", "reset"]
 class Buffers(Part, key="model.buffers"):
     """The buffers that training updates; the floating-point ones are one vector ``(b,)``, in ``named_buffers()`` order.
 
-    Buffers of frozen modules in eval mode are constants (see `fl_lightning.core.frozen`).
+    Buffers of frozen modules in eval mode are constants (see `fl_lightning.core.weights`).
 
     During local training the entry ``buffers`` of a client's state is this vector: at first the values that training
     starts with, at the end the values that the engine finds in the net after the last step. Other buffers, such as the

@@ -1,20 +1,101 @@
-"""The interface of the local optimizers."""
+"""The local optimizers: their interface, schedules of the learning rate, and SGD."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Direction
-from fl_lightning.algorithms.parts.schedules import Schedule
-from fl_lightning.core import Checked, ClientContext, FlatSpec, Init, Positive, State, ensure, norm
+from fl_lightning.core import (
+    Checked,
+    ClientContext,
+    FlatSpec,
+    Fraction,
+    Init,
+    Interval,
+    Positive,
+    PositiveInt,
+    State,
+    UnitInterval,
+    WeightDecay,
+    ensure,
+    norm,
+)
 
 Keep = Literal["reset", "keep"]
 """What happens to an optimizer's state at the end of a round: the next round starts afresh, or the client keeps it."""
 
 Take = Callable[[Tensor, Direction, State, float | Tensor, ClientContext], tuple[Tensor, State]]
 """`LocalOptimizer.take`."""
+
+
+class Schedule(Checked, key="model.optimizer.schedule"):
+    """Base class of the schedules; a subclass defines ``__call__(t, rounds)``."""
+
+    def __call__(self, t: int, rounds: int) -> float:
+        """Returns the factor of the learning rate in round ``t`` of ``rounds``, counted from 0."""
+        raise TypeError(f"{type(self).__name__} must define __call__")
+
+
+class Cosine(Schedule):
+    """Half a cosine from 1 to ``floor`` over all rounds.
+
+    Args:
+        floor: Factor at the end.
+    """
+
+    def __init__(self, floor: UnitInterval = 0.0) -> None:
+        self.floor = floor
+
+    def __call__(self, t: int, rounds: int) -> float:
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * t / rounds)) / 2
+
+
+class Poly(Schedule):
+    """``(1 - t / rounds) ** power``, common in segmentation (FedDrive: 0.9).
+
+    FedDrive's own code creates a schedule for each client and round, with a length of 10,000 times its local steps:
+    there the learning rate hardly falls.
+
+    Args:
+        power: Exponent; 1 falls linearly.
+
+    Raises:
+        UserError: If it is negative.
+    """
+
+    def __init__(self, power: Annotated[float, Interval("[0, 100]")] = 0.9) -> None:
+        self.power = power
+
+    def __call__(self, t: int, rounds: int) -> float:
+        return float((1 - t / rounds) ** self.power)
+
+
+class Cyclic(Schedule):
+    """A sawtooth: ``(1 - s) + s floor``, ``s = ((t mod period) + 1) / period``: SWA's cycle, from the first round on.
+
+    Args:
+        period: Rounds of a cycle.
+        floor: Factor in its last round.
+
+    Raises:
+        UserError: If a value is out of range.
+    """
+
+    def __init__(self, period: PositiveInt = 10, floor: UnitInterval = 0.01) -> None:
+        self.period, self.floor = period, floor
+
+    def __call__(self, t: int, rounds: int) -> float:
+        return in_cycle(t, self.period, 1.0, self.floor)
+
+
+def in_cycle(t: int, period: int, first: float, last: float) -> float:
+    """``(1 - s) first + s last`` with ``s = ((t mod period) + 1) / period`` (FedASAM + SWA, ECCV 2022, Algorithm 1)."""
+    s = (t % period + 1) / period
+    return (1 - s) * first + s * last
 
 
 class LocalOptimizer(Checked, ABC, key="model.optimizer"):
@@ -130,3 +211,51 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
         memory = State({own: client[of] for own, of in names.items()})
         w, memory = self.step(w, direction, memory, lr, ctx)
         return w, client | {of: memory[own] for own, of in names.items()} if names else client
+
+
+class SGD(LocalOptimizer):
+    """SGD with momentum and coupled weight decay.
+
+    In this order: clip the direction, add ``weight_decay * w`` (at the unperturbed weights), momentum, step.
+
+    Args:
+        lr: Learning rate of round 0.
+        momentum: Factor of the momentum buffer.
+        weight_decay: L2 factor.
+        clip: Largest norm of the direction, corrections included; null: no clipping.
+        lr_decay: Factor of the learning rate per round.
+        schedule: A further factor by round.
+        state: Whether the momentum starts from zero for every client and round (reset), or each client keeps it (keep).
+
+    Raises:
+        UserError: If a value is out of range.
+    """
+
+    def __init__(
+        self,
+        lr: Positive = 0.1,
+        momentum: Fraction = 0.0,
+        weight_decay: WeightDecay = 0.0,
+        clip: Positive | None = None,
+        lr_decay: Positive = 1.0,
+        schedule: Schedule | None = None,
+        state: Keep = "reset",
+    ) -> None:
+        super().__init__(lr, clip, lr_decay, schedule, state)
+        self.momentum, self.weight_decay = momentum, weight_decay
+
+    @property
+    def state(self) -> Mapping[str, Init]:  # type: ignore[override]  # a class without momentum has no buffer
+        """The momentum buffer, if there is momentum."""
+        return {"momentum": "zeros"} if self.momentum else {}
+
+    def step(
+        self, w: Tensor, direction: Direction, memory: State, lr: float | Tensor, ctx: ClientContext
+    ) -> tuple[Tensor, State]:
+        """Takes one step; see `LocalOptimizer.step`."""
+        u = self.clipped(direction)
+        u = torch.add(u, w, alpha=self.weight_decay) if self.weight_decay else u
+        if self.momentum:
+            u = torch.add(u, memory.momentum, alpha=self.momentum)
+            memory = State({"momentum": u})
+        return w - lr * u, memory

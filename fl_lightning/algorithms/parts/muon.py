@@ -5,8 +5,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.parts.adaptive import AdamW
 from fl_lightning.algorithms.parts.base import Direction
-from fl_lightning.algorithms.parts.local_optimizer import Keep
-from fl_lightning.algorithms.parts.schedules import Schedule
+from fl_lightning.algorithms.parts.local_optimizer import Keep, Schedule
 from fl_lightning.core import ClientContext, Fraction, Positive, PositiveInt, State, WeightDecay
 
 

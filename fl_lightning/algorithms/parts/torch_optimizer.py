@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import Direction
-from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer, Take
-from fl_lightning.algorithms.parts.schedules import Schedule
+from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer, Schedule, Take
 from fl_lightning.core import ClientContext, FlatSpec, Positive, State, UserError, folded, require
 
 

@@ -1,10 +1,10 @@
 from ..run import Callback as Callback
 from .checkpoints import Checkpoints as Checkpoints
+from .defaults import Curves as Curves
+from .defaults import EventLog as EventLog
+from .defaults import PrivacyMonitor as PrivacyMonitor
+from .defaults import Results as Results
 from .defaults import with_defaults as with_defaults
-from .events import EventLog as EventLog
 from .flatness_monitor import FlatnessMonitor as FlatnessMonitor
-from .privacy import PrivacyMonitor as PrivacyMonitor
 from .progress import Progress as Progress
-from .results import Curves as Curves
-from .results import Results as Results
 from .trajectory import Trajectory as Trajectory

@@ -1,4 +1,4 @@
-"""The callbacks of every run, and which others a trainer accepts."""
+"""The callbacks that every run has, or needs, and which others a trainer accepts."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -6,15 +6,20 @@ from typing import Any
 
 import lightning.pytorch.callbacks as theirs
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 
-from fl_lightning.core import UserError, callback_of_lightning, ensure
+from fl_lightning.core import UserError, callback_of_lightning, ensure, json_text, save_figure, write_atomically
+from fl_lightning.results import SUMMARY, plot_clients, plot_curves, read_clients, summarise, tested
+from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.callbacks.checkpoints import Checkpoints, monitored
 from fl_lightning.trainer.callbacks.progress import Ending, Progress
-from fl_lightning.trainer.callbacks.results import Curves, Results
+from fl_lightning.trainer.flight import EVENTS, Event
+from fl_lightning.trainer.loggers import WandbLogger
 from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer.storage import records
 
 
 class EarlyStoppingAdapter(Callback):
@@ -104,3 +109,101 @@ def _accepted(callback: Any) -> Callback:
             f"trainer.callbacks: {callback.__name__} is a class; give an object, as {callback.__name__}(...)"
         )
     raise UserError(f"trainer.callbacks: {name} is not a callback; write a subclass of fl_lightning.Callback")
+
+
+class EventLog(Callback):
+    """Writes a line for each event; the columns are those of `Event`."""
+
+    def on_fit_start(self, run: Run) -> None:
+        path = run.folder.path / EVENTS
+        if run.fabric.is_global_zero:
+            records.drop_later_rounds(path, run.rounds_done)
+
+    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
+        path = run.folder.path / EVENTS
+        if run.fabric.is_global_zero:
+            records.append_rows(path, Event._fields, run.state.training["events"])
+
+
+class Results(Callback):
+    """Writes ``summary.json`` when a run ends: an `fl_lightning.results.summary.Summary` of the data's metric.
+
+    Its mean is the headline. It is taken over the last ``trainer.eval_last`` rounds if that is set and at most half of
+    the run, otherwise over the last tenth of the rounds, at most 100. A value that is not finite becomes null.
+
+    Args:
+        target: Value that the metric should reach, such as an accuracy of 0.8; null: none.
+    """
+
+    def __init__(self, target: float | None = None) -> None:
+        self.target = target
+
+    def on_fit_end(self, run: Run) -> None:
+        name, metrics = run.data.metric()[0], tested(run.metrics)
+        metric = next((metric for metric in metrics if metric.endswith(f"/{name}")), None)
+        if run.fabric.is_global_zero and metric:  # a run may stop before its first evaluation
+            found = summarise(run.folder.path, None, self.target, metric, eval_last=run.settings.eval_last)
+            write_atomically(run.folder.path / SUMMARY, json_text(found, indent=2))
+
+
+class Curves(Callback):
+    """Draws ``curves.png`` and ``curves.pdf`` when the run ends: accuracy, loss and flatness by round.
+
+    If each client was evaluated, ``clients.png`` and ``clients.pdf`` show the last evaluation.
+    """
+
+    @rank_zero_only
+    def on_fit_end(self, run: Run) -> None:
+        drawn = {"curves": plot_curves({run.folder.name: run.folder.metrics})}
+        if clients := read_clients(run.folder.path):
+            drawn["clients"] = plot_clients({run.folder.name: [clients]})
+        for name, figure in drawn.items():
+            _, png = save_figure(figure, run.folder.path / name)
+            for logger in run.own_loggers:
+                logger.log_figure(name, png, run.rounds_done)
+
+
+class PrivacyMonitor(Callback):
+    """Logs ``privacy/epsilon`` in every round, and ends the run before the round that would exceed the budget.
+
+    Raises:
+        UserError: (in a run) If a logger would publish checkpoints, which hold the key of the noise.
+    """
+
+    def check(self, run: Run) -> None:
+        for logger in run.loggers:
+            ensure(
+                not (isinstance(logger, WandbLogger) and logger.log_model and logger.mode != "disabled"),
+                "trainer.loggers: WandbLogger.log_model = true: under trainer.privacy checkpoints hold the key of the "
+                "noise, and stay here; set it to false",
+            )
+
+    def on_fit_start(self, run: Run) -> None:
+        rule = run.aggregation
+        if isinstance(rule, GaussianPrivacy):
+            accountant = rule.accountant
+            run.fabric.print(
+                f"privacy: epsilon {accountant.epsilon(run.max_rounds):.4g} after {run.max_rounds} rounds at delta "
+                f"{rule.delta:g} ({accountant.adjacency}; {accountant.method}; noise multiplier "
+                f"{rule.noise_multiplier_of_run:.4g}), of the model. Not private: training losses, other metrics of "
+                "clients and their data, the run folder, which holds the noise's key and clients' state"
+            )
+            if rule.noise_seed is not None:
+                run.fabric.print(f"privacy: noise_seed = {rule.noise_seed} makes the noise public: it protects nobody")
+            self._check_budget(run, rule)
+
+    def on_round_end(self, run: Run) -> None:
+        rule = run.aggregation
+        if isinstance(rule, GaussianPrivacy):
+            run.log({"privacy/epsilon": rule.accountant.epsilon(run.rounds_done)})
+            self._check_budget(run, rule)
+
+    def _check_budget(self, run: Run, rule: GaussianPrivacy) -> None:
+        if rule.within_budget(run.rounds_done + 1) or run.rounds_done >= run.max_rounds:
+            return
+        run.should_stop = True
+        spent = rule.accountant.epsilon(run.rounds_done)
+        run.fabric.print(
+            f"privacy: stopped after round {run.rounds_done}: epsilon {spent:.4g}, and another round would exceed "
+            f"trainer.privacy.epsilon = {rule.epsilon}"
+        )

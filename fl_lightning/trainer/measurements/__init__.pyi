@@ -2,7 +2,6 @@ from .base import Measure as Measure
 from .base import Measurement as Measurement
 from .base import MeasurementContext as MeasurementContext
 from .base import check_statistics as check_statistics
-from .base import drop_later_rounds as drop_later_rounds
 from .base import dry_round as dry_round
 from .client_curvature import ClientLambdaMax as ClientLambdaMax
 from .clients import ClientEvaluation as ClientEvaluation

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from fl_lightning.core import Uploads, UserError
-from fl_lightning.trainer.runtime import ranks
+from fl_lightning.trainer.runtime.signals import rank_and_first
 
 V = TypeVar("V")
 _store: Store | None = None
@@ -96,7 +96,7 @@ def reports(seconds: float = 10.0) -> tuple[int, bool]:
         seconds: How long to wait for the first process.
     """
     if _store is None:
-        return ranks.reports()
+        return rank_and_first()
     (rank, size), store = _place, _store
     try:
         if rank == 0:

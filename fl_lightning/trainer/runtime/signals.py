@@ -117,3 +117,10 @@ def check_interruption() -> None:
     """Raises the KeyboardInterrupt that was lost, if a signal came where Python drops exceptions, as in a finalizer."""
     if _active is not None and _active.received is not None:
         raise KeyboardInterrupt
+
+
+def rank_and_first() -> tuple[int, bool]:
+    """Returns this process's rank, and whether it is the first one of its node, which reports an error."""
+    known = [os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ]
+    local = [os.environ[name] for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in os.environ]
+    return int((known or ["0"])[0]), (local or known or ["0"])[0] == "0"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl_lightning.core import NonNegativeInt, State, UserError, ensure, files, fits, weights
 from fl_lightning.engine import EngineName
-from fl_lightning.trainer.aggregation.noise import BYTES
+from fl_lightning.trainer.aggregation.accountant import BYTES
 from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.state import RunState
 
