@@ -140,9 +140,7 @@ from .trainer.callbacks import Progress as Progress
 from .trainer.callbacks import Results as Results
 from .trainer.callbacks import Trajectory as Trajectory
 from .trainer.loggers import CSVLogger as CSVLogger
-from .trainer.loggers import MLFlowLogger as MLFlowLogger
 from .trainer.loggers import TensorBoardLogger as TensorBoardLogger
-from .trainer.loggers import TrackioLogger as TrackioLogger
 from .trainer.loggers import WandbLogger as WandbLogger
 from .trainer.measurements import LPF as LPF
 from .trainer.measurements import AdaptiveSharpness as AdaptiveSharpness

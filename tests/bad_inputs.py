@@ -70,7 +70,7 @@ BY_HAND = r"""
 --trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics+=LPF --trainer.callbacks.metrics.sigma=.inf -> LPF.sigma = inf: give a finite number above 0
 --trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics+=LPF --trainer.callbacks.metrics.draws=1 -> LPF.draws = 1: give a whole number of at least 2
 --trainer.callbacks+=FlatnessMonitor --trainer.callbacks.metrics=[] -> name some
---trainer.loggers=x -> trainer.loggers = x: no such class; choose from CSVLogger, MLFlowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+--trainer.loggers=x -> trainer.loggers = x: no such class; choose from CSVLogger, TensorBoardLogger, WandbLogger
 --trainer.sampler=ReplaySampler --trainer.sampler.rounds=empty_trace.json -> holds 0 rounds, trainer.max_rounds = 2: take a longer trace
 --trainer.sampler=ReplaySampler --trainer.sampler.rounds=deep.json -> trainer.sampler.rounds = deep.json: not a JSON list
 --trainer.sampler=ReplaySampler --trainer.sampler.rounds=[[0,0],[1]] -> trainer.sampler.rounds[0] = [0, 0]: give different ids

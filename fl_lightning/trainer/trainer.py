@@ -29,7 +29,7 @@ class FederatedTrainer(Settings):
     that "auto" chooses by time is written to the config in the run folder, which repeats the run to the bit.
 
     Args:
-        loggers: Loggers in addition to ``metrics.csv``: WandbLogger, TensorBoardLogger, MLFlowLogger, TrackioLogger,
+        loggers: Loggers in addition to ``metrics.csv``: WandbLogger, TensorBoardLogger,
             your own, or one of Lightning's; a list, or a single one.
         callbacks: FlatnessMonitor, Trajectory, Checkpoints, ..., your own, or Lightning's EarlyStopping.
         enable_progress_bar: Show the live progress and the summary, and draw the run's figure at its end.

@@ -161,8 +161,6 @@ NOT_RUN = {
         "sbatch": "the same",
         "wandb": "it needs an account or a server",
         "tensorboard --logdir": "it serves pages",
-        "mlflow ui": "the same",
-        "trackio show": "the same",
         "corruptions": "tests/commands/test_corruptions.py has its files",
         "ledger/cifar10": "hours",
         "ledger/digits": "a study has filled it",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -171,12 +170,6 @@ def test_a_folder_where_a_file_should_be(command: str, name: str, good: Path, tm
 )
 def test_runaways_are_refused_first(args: str, message: str) -> None:
     assert message in line_of(*args.split())
-
-
-def test_a_logger_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    line = line_of("fit", "--config=quickstart", "--trainer.loggers=mlflow")
-    assert line == "error: trainer.loggers = MLFlowLogger: needs mlflow; pip install mlflow"
 
 
 @pytest.mark.parametrize("command", ["compare", "fit", "sweep", "test"])

@@ -1,30 +1,26 @@
-"""TensorBoard, MLflow and trackio get what metrics.csv has, by their own readers, and go on when a run is resumed."""
+"""TensorBoard gets what metrics.csv has, by its own reader, and goes on when a run is resumed; loggers of Lightning."""
 
 from __future__ import annotations
 
-import os
+import csv
+import json
 import struct
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
-from fl_lightning import CSVLogger, FederatedTrainer, MLFlowLogger, TensorBoardLogger, TrackioLogger, UserError
+from fl_lightning import CSVLogger, FederatedTrainer, TensorBoardLogger, UserError
 from fl_lightning.results.configs import flatten
 from fl_lightning.results.metrics import read_metrics
-from fl_lightning.trainer.loggers import About, RunLogger, base
+from fl_lightning.trainer.loggers import About, base
 from tests.runs import last, run
 
-TRACKIO = tempfile.TemporaryDirectory()
-os.environ["TRACKIO_DIR"] = TRACKIO.name  # trackio reads it once
-os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 ABOUT = About("fit", "group", ("FedAvg", "Digits"), 1)
-KINDS = {"TensorBoardLogger": "tensorboardX", "MLFlowLogger": "mlflow", "TrackioLogger": "trackio"}
 
 
 @dataclass
@@ -75,57 +71,15 @@ def of_tensorboard(folder: Path) -> Held:
     return held
 
 
-def of_mlflow(folder: Path) -> Held:
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
-    (found,) = client.search_runs([client.get_experiment_by_name("fl_lightning").experiment_id])
-    held = Held(settings=dict(found.data.params))
-    for name in found.data.metrics:
-        for each in client.get_metric_history(found.info.run_id, name):
-            held.add(name, each.step, each.value)
-    files = [file.relative_to(folder).parts[4:] for file in folder.glob("mlartifacts/**/*.png")]
-    held.pictures = {"/".join(parts).partition("_round_")[0] for parts in files}
-    return held
-
-
-def of_trackio(folder: Path) -> Held:
-    from trackio.sqlite_storage import SQLiteStorage
-
-    name = last(folder)["loggers"]["TrackioLogger"]["name"] if (folder / "checkpoints").exists() else "name"
-    held = Held(settings=SQLiteStorage.get_run_config("fl_lightning", name) or {})
-    kinds = {"trackio.image": held.pictures, "trackio.histogram": held.clients}
-    for row in SQLiteStorage.get_logs("fl_lightning", name):
-        for key, value in row.items():
-            if isinstance(value, dict):
-                kinds[value["_type"]].add(key)
-            elif key not in ("step", "timestamp"):
-                held.add(key, row["step"], value)
-    return held
-
-
-READERS: dict[str, Callable[[Path], Held]] = {
-    "TensorBoardLogger": of_tensorboard,
-    "MLFlowLogger": of_mlflow,
-    "TrackioLogger": of_trackio,
-}
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip(KINDS[request.param])
-    return str(request.param)
-
-
 @pytest.mark.slow
-def test_logger_holds_what_the_csv_has(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensorboard_holds_what_the_csv_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By its short name; the resumed run goes on in the same place. Nothing is left in the working folder."""
-    args = [f"--trainer.loggers={kind.removesuffix('Logger').lower()}", "--trainer.callbacks+=Curves"]
+    args = ["--trainer.loggers=tensorboard", "--trainer.callbacks+=Curves"]
     args += ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.metrics=[ClientEvaluation]"]
     before = {*Path().iterdir()}
     folder = run("fit", *args, root=tmp_path)
     assert run("fit", *args, "--trainer.max_rounds=4", "--ckpt_path=last", root=tmp_path) == folder
-    held, columns = READERS[kind](folder), read_metrics(folder / "metrics.csv")
+    held, columns = of_tensorboard(folder), read_metrics(folder / "metrics.csv")
     assert held.metrics.keys() >= columns.keys()
     for name, values in columns.items():
         found = sorted(held.metrics[name])
@@ -135,41 +89,35 @@ def test_logger_holds_what_the_csv_has(kind: str, tmp_path: Path, capsys: pytest
     assert held.settings["model"] == settings["model"] and float(held.settings["data.batch_size"]) == 32
     assert held.settings.keys() >= settings.keys()
     assert held.pictures >= {"partition/heat_map", "curves"}
-    assert kind == "MLFlowLogger" or held.clients >= {"partition/samples_clients", "server/clients/acc_clients"}
+    assert held.clients >= {"partition/samples_clients", "server/clients/acc_clients"}
     assert {*Path().iterdir()} == before and len(capsys.readouterr().out.splitlines()) == 4  # of the package
 
 
-def test_rounds_after_the_checkpoint_are_logged_once(kind: str, tmp_path: Path) -> None:
+def test_rounds_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
     """A process that is killed after round 4 has saved round 2."""
-    make = {"TensorBoardLogger": TensorBoardLogger, "MLFlowLogger": MLFlowLogger}
-    first: RunLogger = make[kind]() if kind in make else TrackioLogger(name="name")
+    first = TensorBoardLogger()
     first.start(tmp_path, {}, 0, ABOUT)
     for round in range(1, 5):
         first.log_metrics({"time/round_s": round / 4}, round)
-    state = first.state_dict()
     first.finalize("failed")
-    second = make[kind]() if kind in make else TrackioLogger()
-    second.start(tmp_path, state, 2, ABOUT)
+    second = TensorBoardLogger()
+    second.start(tmp_path, {}, 2, ABOUT)
     for round in range(3, 7):
         second.log_metrics({"time/round_s": round / 4}, round)
     second.finalize("success")
-    assert sorted(READERS[kind](tmp_path).metrics["time/round_s"]) == [(round, round / 4) for round in range(1, 7)]
+    assert sorted(of_tensorboard(tmp_path).metrics["time/round_s"]) == [(round, round / 4) for round in range(1, 7)]
 
 
-def test_mlflow_keeps_the_status_of_a_run_that_is_looked_at(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    logger = MLFlowLogger()
-    logger.start(tmp_path, {}, 0, ABOUT)
-    logger.finalize("failed")
-    logger.reopen(tmp_path, state := logger.state_dict(), 0, ABOUT)
-    logger.finalize("success")
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    assert client.get_run(logger.run_id).info.status == "FAILED"
-    logger.start(tmp_path, state, 0, ABOUT)
-    logger.finalize("success")
-    assert client.get_run(logger.run_id).info.status == "FINISHED"
-    with pytest.raises(UserError, match=r"^trainer.loggers = MLFlowLogger: tracking_uri = .*: Run with id=0 not found"):
-        MLFlowLogger().start(tmp_path, {"run_id": "0"}, 0, ABOUT)
+def test_a_logger_of_lightning_gets_metrics_and_settings(tmp_path: Path) -> None:
+    """By its path, as MLflow's, Comet's and Neptune's."""
+    own = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "own"}}
+    folder = run("fit", f"--trainer.loggers=[{json.dumps(own)}]", root=tmp_path / "runs")
+    with (tmp_path / "own/version_0/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    wanted = read_metrics(folder / "metrics.csv")["client/train/loss"]
+    assert [(int(row["step"]), float(row["client/train/loss"])) for row in rows] == wanted
+    settings = yaml.safe_load((tmp_path / "own/version_0/hparams.yaml").read_text())
+    assert settings["data"] == yaml.safe_load((folder / "config.yaml").read_text())["data"]
 
 
 def test_tensorboard_reads_it(tmp_path: Path) -> None:
@@ -177,18 +125,19 @@ def test_tensorboard_reads_it(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
-    test_rounds_after_the_checkpoint_are_logged_once("TensorBoardLogger", tmp_path / "runs" / "version_0")
+    test_rounds_after_the_checkpoint_are_logged_once(tmp_path / "runs" / "version_0")
     found = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "runs")).Reload()
     assert [*found.Runs()] == ["version_0"]
     events = found.Tensors("version_0", "time/round_s")
     assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("make", [TensorBoardLogger, MLFlowLogger, TrackioLogger])
-def test_a_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"^trainer.loggers = (\w+)Logger: needs (\w+); pip install \2$"):
-        make()
+    with pytest.raises(
+        UserError, match=r"^trainer.loggers = TensorBoardLogger: needs tensorboard; pip install tensorboard$"
+    ):
+        TensorBoardLogger()
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg"])

@@ -193,7 +193,7 @@ def of_others() -> Iterator[Row]:
     about = [name for name in CONTEXT if name not in ("t", "rounds", "phase", "lr")]
     yield "`fl-lightning export`", "weights and buffers", "-"
     yield "messages to Flower's nodes", "what the server sends", f"to the node of a client: `seed`, {listed(about)}"
-    yield "W&B, MLflow, trackio", "settings, the protected metrics", "-"
+    yield "W&B, loggers of Lightning", "settings, the protected metrics", "-"
     yield "`study add`, `report`, `export --client`", "-", "refused"
     yield "printed lines", "-", "progress, clients that were refused"
 
