@@ -6,9 +6,8 @@ from typing import Literal
 from rich.cells import cell_len
 from rich.markup import escape
 
-from fl_lightning.commands.shared.output import console, short_path, show_table
 from fl_lightning.core import check_folder, figure_files, make_folder, write_together
-from fl_lightning.results import curve_files, filled, say, varied
+from fl_lightning.results import console, curve_files, filled, say, short_path, show_table, varied
 from fl_lightning.results.compare import Group, compare, of_run
 from fl_lightning.results.table import TABLES, Markup, cell, columns, label, names, table_files
 

@@ -141,7 +141,7 @@ def _help(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         parser_of_one = commands.add_parser(name, help=f"{summary} See {name} --help.", conflict_handler="resolve")
         if words[1:] and words[0] == name:
-            from fl_lightning.commands.shared.completion import add_options
+            from fl_lightning.commands.shared.early import add_options
 
             add_options(parser_of_one, name, words[1:])
     return parser

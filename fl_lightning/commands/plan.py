@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
-from fl_lightning.commands.shared import FederatedCLI, show_table
+from fl_lightning.commands.shared import FederatedCLI
 from fl_lightning.commands.shared.prediction import (
     Seconds,
     ahead,
@@ -19,7 +19,7 @@ from fl_lightning.commands.shared.prediction import (
     row_bytes,
 )
 from fl_lightning.core import PositiveInt, checked, json_text, require
-from fl_lightning.results import filled, say
+from fl_lightning.results import filled, say, show_table
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 MOST = 1_000_000

@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from torch.nn import Module
 
 from fl_lightning import LocalObjective
-from fl_lightning.commands.shared import PARTS, FederatedCLI, prediction, prepare, said_of, seeds_of, show_table
+from fl_lightning.commands.shared import PARTS, FederatedCLI, prediction, prepare, said_of, seeds_of
 from fl_lightning.commands.shared.paper_figures import draw
 from fl_lightning.commands.shared.prediction import (
     Measured,
@@ -27,7 +27,7 @@ from fl_lightning.commands.shared.prediction import (
 )
 from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import Interval, PositiveInt, UserError, check_folder, checked, ensure, make_folder
-from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say
+from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say, show_table
 from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.reproduction import (
     Task,

@@ -12,10 +12,19 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.commands.shared.output import console, short_path, show_table
 from fl_lightning.core import UserError, ensure, read_json
 from fl_lightning.results import SUMMARY as ENDED
-from fl_lightning.results import config_files, read_config, say, summarise, visible, window
+from fl_lightning.results import (
+    config_files,
+    console,
+    read_config,
+    say,
+    short_path,
+    show_table,
+    summarise,
+    visible,
+    window,
+)
 from fl_lightning.results.metrics import FILE, read_metrics, rounds_done
 from fl_lightning.trainer.storage.run_folder import in_use
 

@@ -24,7 +24,7 @@ from fl_lightning import SAM, SGD, Checkpoints, Digits, DigitsMLP, Dirichlet, Fe
 from fl_lightning.commands.shared.early import check_early
 from fl_lightning.commands.shared.unknown import ArgumentsError
 from fl_lightning.core import LATER, Checked, Interval, NonNegative
-from fl_lightning.results.yaml_text import load_yaml
+from fl_lightning.results.configs import load_yaml
 from tests.runs import cli
 
 POOL: dict[str, Any] = {

@@ -20,7 +20,7 @@ from PIL import Image
 from fl_lightning import algorithms
 from fl_lightning.algorithms import catalogue
 from fl_lightning.commands.shared import prediction
-from fl_lightning.commands.shared.configs import find_config
+from fl_lightning.commands.shared.arguments import find_config
 from fl_lightning.core.rng import numpy_generator
 from tests import generated, renew
 from tests.runs import cli

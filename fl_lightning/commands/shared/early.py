@@ -1,19 +1,30 @@
-"""Refuses wrong names of configs, classes and settings, and numbers and choices, before the parser's slow imports."""
+"""What the index answers before the parser's slow imports: wrong names, numbers and choices; completion by Tab."""
 
 import os
 import re
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 
-from fl_lightning.commands.shared.arguments import PARTS, prepare, settings_in, whole_numbers
+from fl_lightning.commands.shared.arguments import (
+    PARTS,
+    config_names,
+    find_config,
+    joined,
+    prepare,
+    settings_in,
+    whole_numbers,
+)
 from fl_lightning.commands.shared.index import entry, fitting_classes, index, named_classes, options_of
 from fl_lightning.commands.shared.parser import Parser
 from fl_lightning.commands.shared.unknown import FOREIGN, ArgumentsError
 from fl_lightning.core.options import Interval, check_values
-from fl_lightning.results.yaml_text import NoValueError, load_yaml
+from fl_lightning.results.configs import NoValueError, load_yaml
 
 DOTTED = re.compile(r"(?<![\w./])(?!fl_lightning\.)[A-Za-z_]\w*\.[A-Za-z_]")
 """Is found in the dotted path of a class that is not the package's; its module may define further classes."""
@@ -110,3 +121,48 @@ def _parsed(path: str, value: str, setting: dict[str, Any]) -> dict[str, tuple[A
         if whole_numbers([arg], str(error)) == [arg]:
             raise
         return {}
+
+
+def add_options(parser: ArgumentParser, command: str, words: Sequence[str]) -> None:
+    """Adds the options of a subcommand, and the settings of the classes that the words and their configs name.
+
+    Args:
+        parser: The subcommand's.
+        command: The subcommand.
+        words: Its arguments so far.
+    """
+    chosen: dict[str, str] = {}
+    for arg in joined(words):
+        name, _, value = arg.removeprefix("--").partition("=")
+        if name == "config":
+            with suppress(ValueError, OSError, AttributeError, yaml.YAMLError):
+                chosen |= named_classes(settings_in(find_config(value)))
+        chosen[name.removesuffix("+")] = value.rpartition(".")[2]
+    options, classes = options_of(command), index()["classes"]
+    coming = [*options]
+    for path in coming:
+        name = chosen.get(path) or (options[path].get("classes", [""])[0] if path in PARTS else "")
+        inner = classes[name]["settings"] if name in classes else {}
+        options |= {f"{path}.{name}": setting for name, setting in inner.items()}
+        coming += [f"{path}.{name}" for name in inner]
+    for path, setting in options.items():
+        own = fitting_classes(path, declared := setting.get("classes", ()))
+        # the base classes with settings may be meant themselves
+        own += [name for name in declared if "." in path and classes.get(name, {"settings": {}})["settings"]]
+        _add(parser, path, setting.get("choices", own), setting.get("nargs"))
+        if declared:
+            _add(parser, f"{path}.help", own)
+        if "list" in setting:
+            _add(parser, f"{path}+", own)
+    if index()["commands"][command]["places"]:
+        parser.add_argument("places", nargs="*")
+
+
+def _add(parser: ArgumentParser, name: str, values: Sequence[str], nargs: Any = None) -> None:
+    action: Any = parser.add_argument(f"--{name}", nargs=nargs)
+    if name == "config":
+        from argcomplete.completers import FilesCompleter  # which completes, so it is there
+
+        action.completer = lambda prefix, **_: [*config_names(), *FilesCompleter()(prefix)]
+    elif values:
+        action.completer = lambda **_: values

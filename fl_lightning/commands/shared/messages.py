@@ -9,7 +9,7 @@ from importlib import import_module
 from itertools import groupby
 from typing import Any
 
-from fl_lightning.commands.shared.configs import config_names
+from fl_lightning.commands.shared.arguments import config_names
 from fl_lightning.commands.shared.index import entry, fitting_classes, help_of, index, setting_names
 from fl_lightning.commands.shared.unknown import (
     FOREIGN,

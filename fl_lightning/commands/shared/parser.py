@@ -14,7 +14,7 @@ from fl_lightning.commands.shared.arguments import PARTS, joined, split, whole_n
 from fl_lightning.commands.shared.messages import WORDS, find_user_error
 from fl_lightning.commands.shared.unknown import ArgumentsError
 from fl_lightning.core import ensure
-from fl_lightning.results.yaml_text import load_yaml
+from fl_lightning.results.configs import load_yaml
 
 
 def _load(text: str) -> Any:
