@@ -270,6 +270,7 @@ PASSES = """
 --config quickstart --model.parts '[{class_path: other.Part}]' --model.mine 3
 --config quickstart --model fl_lightning.algorithms.fedsam.FedSAM --model.rho 0.1
 --config quickstart --model.help=FedSAM
+--config quickstart --model.loss '{class_path: my.Loss, init_args: {weights: {0: 1.0, 1: 2.0}}}'
 --config quickstart --values model.rho=0.1,0.2 --seeds 0,1
 --config quickstart --print_config
 --config here.yaml --model Mine

@@ -221,7 +221,7 @@ def _readable(arg: str) -> str:
     if not equals or _option(arg) not in PARTS:
         return arg
     try:
-        load_yaml(value, get_loader("yaml"))
+        _check_names(name[2:].removesuffix("+"), load_yaml(value, get_loader("yaml")))
     except NoValueError as error:
         raise UserError(f"{name[2:]} = {value:.60}: {error}; give another one") from None
     except yaml.YAMLError:
@@ -231,11 +231,24 @@ def _readable(arg: str) -> str:
 
 def _loadable(config: Path) -> Path:
     """Refuses the config of a run that a program has made of objects that no config can name."""
+    _check_names(f"config = {config}", settings_in(config), settings=True)
     unnamed = only_python(settings_in(config)) if ONLY_PYTHON.search(config.read_text(encoding="utf-8")) else {}
     for key, text in unnamed.items():
         remedy = "made by a program, and a config cannot; run the program, or name a class of a module"
         raise UserError(f"config = {config}: {key} = {text:.80}: {remedy}")
     return config
+
+
+def _check_names(where: str, value: Any, settings: bool = False) -> None:
+    """Refuses a name of a setting that is no text, as in ``{3: 4}``; a mapping that is a value may have such keys."""
+    for entry in value if isinstance(value, list) else ():
+        _check_names(where, entry)
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        named = settings or "class_path" in value
+        ensure(
+            isinstance(key, str) or not named, f"{where}: {key} = {inner!s:.60}: no name of a setting; give its name"
+        )
+        _check_names(where, inner, named and key in ("trainer", "init_args"))
 
 
 def _logger(value: str) -> str:
