@@ -87,24 +87,16 @@ def main(args: Sequence[str] | None = None) -> None:
         configs = [arg.removeprefix("--config=") for arg in joined(given) if arg.startswith("--config=")]
         if (line := explain(error, configs, given[0])) is None:
             raise
+        from fl_lightning.results.terminal import wrapped
         from fl_lightning.trainer.runtime import ranks
 
-        rank, first = ranks.reports()
-        if "torch" in sys.modules:  # the processes may be connected
-            from fl_lightning.trainer.runtime.collectives import reports
-
-            rank, first = reports()
-        mistake = find_user_error(error)
-        if not first:
-            sys.exit(1 if mistake is None else mistake.exit_code)
-        text = f"error{f' (process {rank})' if rank else ''}: {_visible(line)}"
-        from fl_lightning.results.terminal import wrapped
-
-        text = wrapped(text, sys.stderr)
-        if mistake is None or mistake.exit_code == 1:
-            sys.exit(text)
-        print(text, file=sys.stderr)
-        sys.exit(mistake.exit_code)
+        # those of processes that are connected, if torch has been imported
+        rank, first = sys.modules.get("fl_lightning.trainer.runtime.collectives", ranks).reports()
+        code = getattr(find_user_error(error), "exit_code", 1)
+        text = wrapped(f"error{f' (process {rank})' if rank else ''}: {_visible(line)}", sys.stderr)
+        if first and code != 1:
+            print(text, file=sys.stderr)
+        sys.exit(text if first and code == 1 else code)
 
 
 def command_of(command: str, *args: str) -> "Command":

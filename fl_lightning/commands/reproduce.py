@@ -28,7 +28,6 @@ from fl_lightning.commands.shared.prediction import (
 from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import Interval, PositiveInt, UserError, check_folder, checked, ensure, make_folder
 from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say, show_table
-from fl_lightning.sweeps import reproduction_table
 from fl_lightning.sweeps.reproduction import (
     Task,
     check_fraction,
@@ -38,11 +37,14 @@ from fl_lightning.sweeps.reproduction import (
     line,
     mark,
     names,
+    protocols,
     scaled_rounds,
     select,
+    table_of,
     tasks,
     value,
     why_not,
+    write_lines,
 )
 from fl_lightning.sweeps.trials import Outcome, Trial, newest_run, outcome, run_trials
 from fl_lightning.trainer.participation.samplers import UniformSampler
@@ -192,9 +194,9 @@ def run(
         *(line(cell, []) for cell in cells if declared(cell) is not None),
         *(line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells),
     ]
-    reproduction_table.write(lines, make_folder(folder))
-    show_table(reproduction_table.table(lines))
-    how_measured = " (table.md says how flatness was measured)" if reproduction_table.protocols(lines) else ""
+    write_lines(lines, make_folder(folder))
+    show_table(table_of(lines))
+    how_measured = " (table.md says how flatness was measured)" if protocols(lines) else ""
     say(f"results: {folder}{how_measured}")
 
 

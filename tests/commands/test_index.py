@@ -191,6 +191,10 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
         ("--trainer.loggers+=TensorBordLogger", "trainer.loggers = TensorBordLogger: no such class; did you mean T"),
         ("--trainer.callbacks [Trajectory", "give [Trajectory], or --trainer.callbacks+=Trajectory"),
         ("--model.help FedSamm", "model.help = FedSamm: no such class; did you mean FedSAM, "),
+        (
+            "--data FederatedDataModule",
+            "data = FederatedDataModule: an abstract class; give one below it that defines l",
+        ),
         ("--trainer.faults 0.5", "trainer.faults = 0.5: no such class; choose from Faults. A class of your own"),
         ("--model.metrics acc", "model.metrics = acc: expected a list; give [acc], or --model.metrics+=acc"),
         (

@@ -231,7 +231,8 @@ def _readable(arg: str) -> str:
 
 def _loadable(config: Path) -> Path:
     """Refuses the config of a run that a program has made of objects that no config can name."""
-    _check_names(f"config = {config}", settings_in(config), settings=True)
+    with suppress(yaml.YAMLError):  # which the parser names
+        _check_names(f"config = {config}", settings_in(config), settings=True)
     unnamed = only_python(settings_in(config)) if ONLY_PYTHON.search(config.read_text(encoding="utf-8")) else {}
     for key, text in unnamed.items():
         remedy = "made by a program, and a config cannot; run the program, or name a class of a module"

@@ -209,9 +209,10 @@ def _unexpected(refusal: _Refusal) -> str | None:
     nested = re.fullmatch(r"NestedArg\(key='([^']+)', val=(.*)\)", value)
     if nested and "." in (above := path.removesuffix(f".{nested[1]}")):
         return _of_no_class(above, nested[1], nested[2].strip("'"))
-    if kind.endswith("is abstract") and re.fullmatch(r"[\w.]+\.\w+", value):
-        abstract: Any = getattr(import_module(value.rpartition(".")[0]), value.rpartition(".")[2])
-        return f"{path} = {value}: an abstract class; define {', '.join(sorted(abstract.__abstractmethods__))}"
+    if abstract := re.search(r"but ([\w.]*) ?is abstract$", kind):
+        module, _, name = (given := abstract[1] or value).rpartition(".")
+        methods = getattr(import_module(module or "fl_lightning"), name).__abstractmethods__
+        return f"{path} = {given}: an abstract class; give one below it that defines {', '.join(sorted(methods))}"
     own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
     if kind == "NoneType" and own:
         return _raised_by_a_class(path, message, own)

@@ -6,7 +6,6 @@ import re
 import traceback
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +92,10 @@ def meant(given: str) -> list[str]:
     if slip := not keys:
         keys = [key for name in similar(leaf, sorted(setting_names()), cutoff=0.66) for key in keys_of(name)]
     keys = [key for key in keys if key != given and not any(key.startswith(f"{short}.") for short in keys)]
-    near = {key: _shared(key.split("."), above.split(".")) for key in keys}
+    stem = above.split(".")
+    near = {key: max(n for n in range(len(stem) + 1) if key.split(".")[:n] == stem[:n]) for key in keys}
     found = [key for key in keys if near[key] == max(near.values())]
     return found[:1] if slip else found
-
-
-def _shared(one: list[str], other: list[str]) -> int:
-    """Returns how many parts two keys share from their beginning."""
-    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])
 
 
 def unknown_class(path: str, name: str, wanted: str) -> str:
