@@ -21,9 +21,8 @@ from torch import nn
 import fl_lightning
 from fl_lightning.algorithms.catalogue import HEADS, WIRE, entries
 from fl_lightning.commands.main import COMMANDS, command_of
-from fl_lightning.commands.shared.arguments import PARTS
 from fl_lightning.commands.shared.cli import FederatedParser
-from fl_lightning.commands.shared.index import FILE
+from fl_lightning.commands.shared.index import FILE, PARTS
 from fl_lightning.commands.shared.parser import Command
 from fl_lightning.core.options import UNIONS, Checked, Interval
 from fl_lightning.trainer.trainer import FederatedTrainer

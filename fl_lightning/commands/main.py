@@ -70,8 +70,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         from fl_lightning.commands.shared.arguments import joined
         from fl_lightning.commands.shared.early import check_early
+        from fl_lightning.commands.shared.index import ArgumentsError
         from fl_lightning.commands.shared.messages import explain, find_user_error
-        from fl_lightning.commands.shared.unknown import ArgumentsError
         from fl_lightning.trainer.runtime.signals import Interruption
 
         with (interruption := Interruption(ends_process=True)):
@@ -106,7 +106,7 @@ def command_of(command: str, *args: str) -> "Command":
         command: Its name.
         args: Its arguments.
     """
-    from fl_lightning.commands.shared.arguments import PARTS
+    from fl_lightning.commands.shared.index import PARTS
     from fl_lightning.commands.shared.parser import Command
 
     if {"cli", *PARTS} & {*signature(import_module(f"fl_lightning.commands.{command}").run).parameters}:

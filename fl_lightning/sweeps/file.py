@@ -4,6 +4,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul, truediv
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -50,18 +52,11 @@ class Hyperband(Checked, key="early_terminate"):
 
     def brackets(self, evaluations: int) -> list[int]:
         """Returns the brackets up to a number of evaluations, ascending."""
-        found: list[float] = []
         if self.max_iter is not None:
-            at = float(self.max_iter)
-            for _ in range(self.s):
-                at /= self.eta
-                found.insert(0, at)
+            points = [*accumulate([self.eta] * self.s, truediv, initial=float(self.max_iter))][:0:-1]
         else:
-            at = float(self.min_iter or 1)
-            while int(at) <= evaluations and len(found) < 100:
-                found.append(at)
-                at *= self.eta
-        return [int(at) for at in found if 1 <= at < evaluations + 1]
+            points = [*accumulate([self.eta] * 99, mul, initial=float(self.min_iter or 1))]
+        return [int(at) for at in points if 1 <= at < evaluations + 1]
 
     def stops(self, history: Sequence[float], histories: Sequence[Sequence[float]]) -> bool:
         """Returns whether a trial ends.

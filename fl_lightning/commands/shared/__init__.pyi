@@ -1,4 +1,3 @@
-from .arguments import PARTS as PARTS
 from .arguments import config_names as config_names
 from .arguments import configs_folder as configs_folder
 from .arguments import find_config as find_config
@@ -8,3 +7,4 @@ from .arguments import seeds_of as seeds_of
 from .arguments import without as without
 from .cli import FederatedCLI as FederatedCLI
 from .cli import to_continue as to_continue
+from .index import PARTS as PARTS

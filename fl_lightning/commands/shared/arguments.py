@@ -14,13 +14,11 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from fl_lightning.commands.shared.index import fitting_classes
+from fl_lightning.commands.shared.index import PARTS, fitting_classes
 from fl_lightning.core import UserError, ensure, require
 from fl_lightning.results import ONLY_PYTHON, NoValueError, load_yaml, only_python, read_config
 from fl_lightning.trainer import RunFolder
 
-PARTS = ("trainer", "model", "data")
-"""Parts of a config."""
 SETTINGS = (*PARTS, "config")
 """First parts of the names of a run's settings."""
 

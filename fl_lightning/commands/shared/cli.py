@@ -16,7 +16,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
 from fl_lightning import FederatedDataModule, LocalObjective
-from fl_lightning.commands.shared.arguments import PARTS, kept, lists_classes, model_of_configs, prepare, settings_in
+from fl_lightning.commands.shared.arguments import kept, lists_classes, model_of_configs, prepare, settings_in
+from fl_lightning.commands.shared.index import PARTS
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
 from fl_lightning.core import LEFT_OUT, UserError, ensure, generator, hidden, require
 from fl_lightning.results import differences, flatten, read_config, say

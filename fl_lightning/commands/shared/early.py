@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from fl_lightning.commands.shared.arguments import (
-    PARTS,
     config_names,
     find_config,
     joined,
@@ -20,9 +19,17 @@ from fl_lightning.commands.shared.arguments import (
     settings_in,
     whole_numbers,
 )
-from fl_lightning.commands.shared.index import entry, fitting_classes, index, named_classes, options_of
+from fl_lightning.commands.shared.index import (
+    FOREIGN,
+    PARTS,
+    ArgumentsError,
+    entry,
+    fitting_classes,
+    index,
+    named_classes,
+    options_of,
+)
 from fl_lightning.commands.shared.parser import Parser
-from fl_lightning.commands.shared.unknown import FOREIGN, ArgumentsError
 from fl_lightning.core.options import Interval, check_values
 from fl_lightning.results.configs import NoValueError, load_yaml
 

@@ -10,15 +10,19 @@ from itertools import groupby
 from typing import Any
 
 from fl_lightning.commands.shared.arguments import config_names
-from fl_lightning.commands.shared.index import entry, fitting_classes, help_of, index, setting_names
-from fl_lightning.commands.shared.unknown import (
+from fl_lightning.commands.shared.index import (
     FOREIGN,
     MOST,
     ArgumentsError,
+    entry,
     first_of,
+    fitting_classes,
     given_value,
+    help_of,
     import_problem,
+    index,
     keys_above,
+    setting_names,
     unknown_class,
     unknown_of,
     unknown_option,

@@ -10,9 +10,9 @@ import yaml
 from docstring_parser import parse
 from jsonargparse import ArgumentParser, get_loader, set_loader
 
-from fl_lightning.commands.shared.arguments import PARTS, joined, split, whole_numbers
+from fl_lightning.commands.shared.arguments import joined, split, whole_numbers
+from fl_lightning.commands.shared.index import PARTS, ArgumentsError
 from fl_lightning.commands.shared.messages import WORDS, find_user_error
-from fl_lightning.commands.shared.unknown import ArgumentsError
 from fl_lightning.core import ensure
 from fl_lightning.results.configs import load_yaml
 
