@@ -129,7 +129,7 @@ class Objective(Checked, key="metric"):
             case ".max" | ".min":
                 return best_of(pairs, "max" if self.name.endswith(".max") else "min")[1]
             case "":
-                return pairs[-1][1]
+                return float(pairs[-1][1])
             case _:
                 return headline(folder, self.column)
 
