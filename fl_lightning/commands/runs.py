@@ -15,9 +15,8 @@ from rich.table import Table
 from fl_lightning.core import UserError, ensure, read_json
 from fl_lightning.results import SUMMARY as ENDED
 from fl_lightning.results import (
-    config_files,
+    config_of,
     console,
-    read_config,
     say,
     short_path,
     show_table,
@@ -108,8 +107,8 @@ def _listed(folder: Path) -> Listed:
     headline, last, minutes, done, asked = "", 0, "", 0, None
     try:
         done = rounds_done(read_metrics(folder / FILE)) if (folder / FILE).is_file() else 0
-        if configs := list(config_files(folder).values()):
-            asked = read_config(configs[-1])["trainer"]["max_rounds"]
+        if config := config_of(folder):
+            asked = config["trainer"]["max_rounds"]
         ended = read_json(folder / ENDED, dict, {}).get("rounds") == done
         state = "finished" if ended and asked in (done, None) else "ended" if ended else "interrupted"
         if done:

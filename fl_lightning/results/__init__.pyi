@@ -5,6 +5,7 @@ from .compare import find_runs as find_runs
 from .configs import ONLY_PYTHON as ONLY_PYTHON
 from .configs import NoValueError as NoValueError
 from .configs import config_files as config_files
+from .configs import config_of as config_of
 from .configs import differences as differences
 from .configs import flatten as flatten
 from .configs import is_private as is_private

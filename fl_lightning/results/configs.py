@@ -60,6 +60,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """Returns the present config of a run, see `read_config`; an empty one of a run without a config."""
+    files = [*config_files(folder).values()]
+    return read_config(files[-1]) if files else {}
+
+
 @lru_cache(1000)
 def _parsed(text: str) -> Any:
     """Returns what a config says, without secrets. A table reads the config of each of its runs several times."""
@@ -99,8 +105,7 @@ def settings_of(folder: Path) -> dict[str, str]:
     Raises:
         UserError: If its config is not readable.
     """
-    configs = [*config_files(folder).values()]
-    return flatten(read_config(configs[-1])) if configs else {}
+    return flatten(config_of(folder))
 
 
 def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.core import PositiveInt, json_text, make_folder, read_json, require, write_atomically
-from fl_lightning.results import SUFFIX, average, read_config, read_run, rounds_done, window_of, write_table
+from fl_lightning.results import SUFFIX, average, config_of, read_run, rounds_done, window_of, write_table
 from fl_lightning.results.metrics import FILE
 from fl_lightning.sweeps import trials
 from fl_lightning.sweeps.file import Hyperband, Objective, Sweep
@@ -35,7 +35,7 @@ from fl_lightning.sweeps.trials import (
     outcome,
     run_trials,
 )
-from fl_lightning.trainer import Callback, InUse, Run, RunFolder, check_interruption, in_use, locked
+from fl_lightning.trainer import Callback, InUse, Run, check_interruption, in_use, locked
 from fl_lightning.trainer.storage.provenance import PARTITION
 
 BATCH = 4
@@ -210,11 +210,11 @@ class Controller:
         head = ["trial", *keys, "state", "rounds", self.objective.name, "folder", "error"]
         best = self.best()
         run = self.outcomes[best[1][0].name].folder if best else None
-        config = read_config(newest) if run and (newest := RunFolder(run).newest_config).exists() else None
+        config = config_of(run) if run else {}
         while True:
             with suppress(InUse), locked(self.folder, WRITES):  # other calls on this folder write them, too
                 write_table(self.folder / "sweep.csv", head, rows)
-                if config is not None:
+                if config:
                     kept = {key: value for key, value in config["trainer"].items() if key not in OF_TRIAL}
                     text = yaml.safe_dump({**config, "trainer": kept}, sort_keys=False)
                     write_atomically(self.folder / "best.yaml", text)

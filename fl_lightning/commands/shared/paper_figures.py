@@ -11,12 +11,12 @@ from fl_lightning.results import (
     EVALUATED,
     MEASURED,
     PaperFigure,
+    config_of,
     our_number,
     plot_bars,
     plot_by_client,
     plot_corruptions,
     plot_lines,
-    read_config,
     summarise,
 )
 from fl_lightning.results.clients import FILE as CLIENTS
@@ -204,7 +204,7 @@ def _cost(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
 def _corruptions(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
     found = {}
     for label, (run, *_) in runs.items():
-        config = read_config(RunFolder(run).newest_config)
+        config = config_of(run)
         kind, data = value(config, "data.class_path").rpartition(".")[2], value(config, "data.data_dir")
         files = Path(data or "data") / f"{kind.replace('CIFAR', 'CIFAR-')}-C"
         if not (out := run / "corruptions" / "corruptions.csv").is_file():
