@@ -52,18 +52,23 @@ def run(
     settings = varied.tried(groups) if importance else None
     rounds = ", ".join(f"{n:,}" for n in sorted({run.rounds for group in groups for run in group.runs}))
     for name, title in {**table.TABLES, "results": f"{groups[0].runs[0].metric} of {rounds} rounds"}.items():
-        of = [column for column in shown if column.table == name]
-        if of and pivoted is None and settings is None:
+        chosen = [column for column in shown if column.table == name]
+        if chosen and pivoted is None and settings is None:
             named = not numbered or name == "results"
-            heads = [*(["#"] if numbered else []), *(keys if named else []), "seeds", *(column.head for column in of)]
+            heads = [
+                *(["#"] if numbered else []),
+                *(keys if named else []),
+                "seeds",
+                *(column.head for column in chosen),
+            ]
             lines = [
                 [
                     *([str(i)] if numbered else []),
-                    *(of_one if named else []),
+                    *(group_label if named else []),
                     str(len(group.runs)),
-                    *(table.cell(group, column, groups, BEST) for column in of),
+                    *(table.cell(group, column, groups, BEST) for column in chosen),
                 ]
-                for i, (group, of_one) in enumerate(zip(groups, labels, strict=True), 1)
+                for i, (group, group_label) in enumerate(zip(groups, labels, strict=True), 1)
             ]
             left = numbered + named * len(keys)
             show_table(filled(heads, lines, left, title=title), 1 if numbered else left)

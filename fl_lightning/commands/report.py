@@ -78,14 +78,14 @@ def run(
     with drawing():
         drawings = draw(files, shown)
         drawings["sweep"] = [("Settings and metric of each config", "parallel", sweep.plot())] if sweep else []
-        titled = {at: {t: f for t, _, f in of} for at, of in drawings.items()}
+        titled = {at: {t: f for t, _, f in drawn} for at, drawn in drawings.items()}
         text = report_page(files, shown, PROTOCOL, titled, sweep.importances if sweep else None)
         beside = {
             **table.table_files(groups, shown),
             **curves.curve_files({group.name: group.metrics for group in groups}),
             **(sweep.files() if sweep else {}),
         }
-        for _, name, figure in (entry for of in drawings.values() for entry in of if figures):
+        for _, name, figure in (entry for drawn in drawings.values() for entry in drawn if figures):
             beside |= figure_files(figure, name)
     make_folder(folder)
     write_together({page: text, **{folder / name: content for name, content in beside.items()}})
@@ -104,10 +104,10 @@ def draw(runs: Runs, shown: Sequence[table.Column]) -> dict[str, list[tuple[str,
     Returns:
         The title, the name of the file and the figure of each, by section of the page.
     """
-    groups, files = [group for group, _ in runs], [run for _, of in runs for run in of]
+    groups, files = [group for group, _ in runs], [run for _, own in runs for run in own]
     measured = curves.read({group.name: group.metrics for group in groups})
-    clients = {group.name: [run.clients for run in of if run.clients is not None] for group, of in runs}
-    data = next((run.metric for of_group in clients.values() for run in of_group), "")
+    clients = {group.name: [run.clients for run in own if run.clients is not None] for group, own in runs}
+    data = next((evaluated.metric for own in clients.values() for evaluated in own), "")
     eigenvalues, density = spectra(files), densities(files)
     return {
         "curves": [

@@ -209,7 +209,7 @@ def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> 
     if how.dry_run:
         return
     complain([outcome for outcomes in made.values() for outcome in outcomes])
-    runs = {task: [each.folder for each in of if each.folder is not None] for task, of in made.items()}
+    runs = {task: [ended.folder for ended in own if ended.folder is not None] for task, own in made.items()}
     for path in draw(drawn, runs, folder / f"figure_{drawn.number}", points):
         say(f"drawn: {path}")
 
@@ -231,12 +231,12 @@ def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Out
         return {}
     make_folder(folder)
     outcomes, given = dict[str, Outcome](), shlex.join(how.settings)
-    of = {trial.name: each.task for each in planned for trial in each.trials}
-    for found in run_trials(trials, folder, build, how.jobs, check=check):
-        outcomes[found.trial.name] = found
-        if found.folder is not None:
-            mark(found.folder, of[found.trial.name], how.fraction, given)
-        say(f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}")
+    task_of = {trial.name: plan.task for plan in planned for trial in plan.trials}
+    for ended in run_trials(trials, folder, build, how.jobs, check=check):
+        outcomes[ended.trial.name] = ended
+        if ended.folder is not None:
+            mark(ended.folder, task_of[ended.trial.name], how.fraction, given)
+        say(f"{len(outcomes)} of {len(trials)}: {ended.trial.name}: {ended.error or 'finished'}")
     return {each.task: [outcomes[trial.name] for trial in each.trials] for each in planned}
 
 

@@ -221,13 +221,13 @@ def shown(texts: Iterable[str | None]) -> dict[str | None, str]:
     Args:
         texts: The values as `flatten` returns them; None where a config has no such setting.
     """
-    of = {text: float(text) if text and NUMBER.fullmatch(text) else text for text in texts}
-    kinds = {value: text for text, value in reversed(of.items())}
+    values = {text: float(text) if text and NUMBER.fullmatch(text) else text for text in texts}
+    kinds = {value: text for text, value in reversed(values.items())}
     for digits in (*range(4, 17), 0):
-        found = {value: _plain(text, digits) for value, text in kinds.items()}
-        if len({*found.values()}) == len(found):
+        printed = {value: _plain(text, digits) for value, text in kinds.items()}
+        if len({*printed.values()}) == len(printed):
             break
-    return {text: found[value] for text, value in of.items()}
+    return {text: printed[value] for text, value in values.items()}
 
 
 def _plain(text: str | None, digits: int) -> str:

@@ -141,7 +141,7 @@ def varying(configs: Sequence[Mapping[str, str]]) -> list[str]:
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Returns keys by a short name: the end of the key, long enough to be unique, or else the key."""
     ends = {key: [".".join(key.split(".")[-n:]) for n in range(1, key.count(".") + 2)] for key in keys}
-    return {next((e for e in of if sum(e in other for other in ends.values()) == 1), k): k for k, of in ends.items()}
+    return {next((e for e in own if sum(e in other for other in ends.values()) == 1), k): k for k, own in ends.items()}
 
 
 def find_setting(keys: Sequence[str], name: str, option: str) -> str:

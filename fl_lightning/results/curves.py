@@ -95,7 +95,8 @@ def curve(runs: Sequence[Columns], name: str) -> Band | None:
         return None
     means = [_means([(at, run[at]) for at in common]) for run in having]
     by_round = [[value for _, value in points] for points in zip(*means, strict=True)]
-    return Band([at for at, _ in means[0]], [average(of) for of in by_round], [deviation(of) or 0.0 for of in by_round])
+    spread = [deviation(values) or 0.0 for values in by_round]
+    return Band([at for at, _ in means[0]], [*map(average, by_round)], spread)
 
 
 def _means(values: Pairs) -> list[tuple[float, float]]:
@@ -185,7 +186,7 @@ def _hours(runs: Sequence[Columns], rounds: Sequence[float]) -> list[float]:
     """Returns the mean hours of runs at rounds, also at those between two."""
     times = [dict(run[CLOCK]) for run in runs]
     common = sorted(set(times[0]).intersection(*times[1:]))
-    return [float(x) for x in np.interp(rounds, common, [fmean(of[at] for of in times) / 3600 for at in common])]
+    return [float(x) for x in np.interp(rounds, common, [fmean(hours[at] for hours in times) / 3600 for at in common])]
 
 
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]], hours: bool) -> None:

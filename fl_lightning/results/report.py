@@ -133,7 +133,7 @@ def read_group(group: Group) -> list[RunFiles]:
 def partitions(runs: Sequence[RunFiles]) -> list[tuple[Json, list[str]]]:
     """Returns the partitions that differ, and the runs that have each."""
     alike = grouped((repr(run.partition), run) for run in runs if run.partition)
-    return [(of[0].partition, [run.label for run in of]) for of in alike.values()]
+    return [(sharing[0].partition, [run.label for run in sharing]) for sharing in alike.values()]
 
 
 def spectra(runs: Sequence[RunFiles]) -> dict[str, list[float]]:
@@ -152,7 +152,7 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
     The label is the run, the matrix unless it is the Hessian of all weights, and data and place if they are not the
     same in all measurements. What is not finite is left out.
     """
-    values = [(run, of, of["details"].get(key)) for run in runs for of in run.measurements]
+    values = [(run, measured, measured["details"].get(key)) for run in runs for measured in run.measurements]
     found = [(run, measured) for run, measured, given in values if given and None not in given]
     differing = [name for name in ("data", "where") if len({measured[name] for _, measured in found}) > 1]
     for run, measured in found:
@@ -308,14 +308,14 @@ def report_page(
         figures: The figures by section and title; those of landscapes are taken from the run folders.
         importances: Of the settings of a sweep, and what they are; None: without that table.
     """
-    groups, files = [group for group, _ in runs], [run for _, of in runs for run in of]
+    groups, files = [group for group, _ in runs], [run for _, own in runs for run in own]
     pictures: dict[str, Figure | Path] = {
         f"{run.label} · {path.relative_to(run.folder)}": path for run in files for path in run.pictures
     }
     number, found = count(), papers(runs)
     sections = {
-        section: {title: _element(figure, title, next(number)) for title, figure in of.items()}
-        for section, of in {**figures, "landscapes": pictures}.items()
+        section: {title: _element(figure, title, next(number)) for title, figure in drawn.items()}
+        for section, drawn in {**figures, "landscapes": pictures}.items()
     }
     context = {
         "title": _title(runs),

@@ -172,8 +172,8 @@ def select(paper: str, table: str, rows: Sequence[str] = (), columns: Sequence[s
     kinds = [{name.casefold(): name for name in kind} for kind in zip(*map(_properties, cells), strict=True)]
     wanted: dict[int, list[str]] = {}
     for term in columns:
-        at = next((i for i, of in enumerate(kinds) if term.casefold() in of), -1)
-        choice = ", ".join(name for of in kinds if len(of) > 1 for name in of.values() if name)
+        at = next((i for i, kind in enumerate(kinds) if term.casefold() in kind), -1)
+        choice = ", ".join(name for kind in kinds if len(kind) > 1 for name in kind.values() if name)
         ensure(at >= 0, f"columns = {term}: no column of these rows in table {table}; choose from {choice}")
         wanted.setdefault(at, []).append(kinds[at][term.casefold()])
     found = [c for c in cells if all(_properties(c)[i] in terms for i, terms in wanted.items())]

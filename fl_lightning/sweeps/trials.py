@@ -157,7 +157,7 @@ def run_trials(
             yield replace(found, kept=True)
     place_of = {trial.name: k for k, trial in enumerate(in_order(trials))}
     todo.sort(key=lambda trial: place_of[trial.name])
-    groups = deque(Group(of, over) for of in _groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
+    groups = deque(Group(alike, over) for alike in _groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
 
     def put_back(left: Sequence[Trial]) -> None:
         """Puts trials, each on its own, at their places in the order."""

@@ -191,10 +191,10 @@ def unknown_option(path: str, name: str, message: str) -> str:
     first = 1 + (above[:1] == ["trainer"])  # the trainer is no choice of classes
     chain = [f"--{'.'.join(above[:n])}.help=CLASS" for n in range(first, len(above) + 1) if inside]
     shown = f"`fl-lightning fit {' '.join(chain) or '--help=all'}` shows them"
-    of = " of this class" if not hint and given in keys_of(leaf) else ""
+    owner = " of this class" if not hint and given in keys_of(leaf) else ""
     if kinds:
-        of, hint = " of this class", f" (one of {', '.join(kinds[:3])}, which --{'.'.join(above)} names before it)"
-    return f"{given}{f' = {value}' if value else ''}: no such setting{of}{hint}{top}; {shown}"
+        owner, hint = " of this class", f" (one of {', '.join(kinds[:3])}, which --{'.'.join(above)} names before it)"
+    return f"{given}{f' = {value}' if value else ''}: no such setting{owner}{hint}{top}; {shown}"
 
 
 def unknown_of(command: str, name: str, value: str) -> str | None:

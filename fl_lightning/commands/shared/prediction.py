@@ -200,7 +200,8 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="fl_lightning_plan_") as folder, contextlib.redirect_stdout(io.StringIO()):
         trial.default_root_dir = Path(folder)
         run = trial.fit(copy.deepcopy(model), data)
-    steps = [makespan(of.steps, 1, run.engine_name, trial.client_block) for of in islice(ahead(run), clock.rounds)]
+    rounds = islice(ahead(run), clock.rounds)
+    steps = [makespan(round_.steps, 1, run.engine_name, trial.client_block) for round_ in rounds]
     begin = 1 if any(steps[1:]) else 0  # the first round warms up
     seconds = list(clock.seconds["training"].values())
     return Measured(run, clock, sum(seconds[begin:]) / max(sum(steps[begin:]), 1), peak_memory())
