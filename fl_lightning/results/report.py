@@ -167,18 +167,23 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,
         settings=settings_of(folder),
-        config="\n".join(_text_of(path, round) for round, path in config_files(folder).items()),
+        config="\n".join(
+            (f"# after round {round}\n" if round else "") + yaml.safe_dump(read_config(path), sort_keys=False)
+            for round, path in config_files(folder).items()
+        ),
         provenance=_provenance(folder / "provenance.json"),
         partition=_partition(folder / "partition.json"),
         clients=read_clients(folder),
-        measurements=[*_monitored(folder), *_measured(folder)],
+        measurements=[
+            *(
+                {**measured, "where": f"during the run, after round {measured['round']}"}
+                for measured in last_measurements(folder).values()
+            ),
+            *_measured(folder),
+        ],
         pictures=_below(folder, "png", "landscape", "interpolate"),
         cells=read_json(folder / "reproduction.json", [REPRODUCED], []),
     )
-
-
-def _text_of(config: Path, round: int) -> str:
-    return (f"# after round {round}\n" if round else "") + str(yaml.safe_dump(read_config(config), sort_keys=False))
 
 
 def _provenance(path: Path) -> Json:
@@ -199,13 +204,6 @@ def _partition(path: Path) -> Json:
     named = len(found.get("names", range(found.get("classes", 0)))) == found.get("classes", 0)
     ensure(found == {} or (found["counts"] and named), f"{path}: not what a run writes there; restore or remove it")
     return found
-
-
-def _monitored(folder: Path) -> list[Json]:
-    return [
-        {**found, "where": f"during the run, after round {found['round']}"}
-        for found in last_measurements(folder).values()
-    ]
 
 
 def _measured(folder: Path) -> list[Json]:

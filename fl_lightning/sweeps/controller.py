@@ -203,10 +203,9 @@ class Controller:
         rows = []
         for trial in self.trials:
             state, done, value = self.state(trial)
-            ended = self.outcomes.get(trial.name)
-            where, error = (ended.folder, ended.error) if ended else (newest_run(trial, self.folder), None)
+            so_far = self.outcomes.get(trial.name) or Outcome(trial, newest_run(trial, self.folder))
             settings = [trial.settings.get(key, "") for key in keys]
-            rows.append([trial.name, *settings, state, done, "" if value is None else value, where or "", error or ""])
+            rows.append([trial.name, *settings, state, done, value, so_far.folder, so_far.error])
         head = ["trial", *keys, "state", "rounds", self.objective.name, "folder", "error"]
         best = self.best()
         run = self.outcomes[best[1][0].name].folder if best else None
