@@ -69,9 +69,9 @@ def main(args: Sequence[str] | None = None) -> None:
     interruption = None
     try:
         from fl_lightning.commands.shared.arguments import joined
-        from fl_lightning.commands.shared.early import check_early
         from fl_lightning.commands.shared.index import ArgumentsError
         from fl_lightning.commands.shared.messages import explain, find_user_error
+        from fl_lightning.commands.shared.parser import check_early
         from fl_lightning.trainer.runtime.signals import Interruption
 
         with (interruption := Interruption(ends_process=True)):
@@ -133,7 +133,7 @@ def _help(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         parser_of_one = commands.add_parser(name, help=f"{summary} See {name} --help.", conflict_handler="resolve")
         if words[1:] and words[0] == name:
-            from fl_lightning.commands.shared.early import add_options
+            from fl_lightning.commands.shared.parser import add_options
 
             add_options(parser_of_one, name, words[1:])
     return parser

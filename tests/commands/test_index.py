@@ -14,9 +14,9 @@ import pytest
 from fl_lightning.commands.main import COMMANDS
 from fl_lightning.commands.shared.arguments import config_names
 from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.early import check_early
 from fl_lightning.commands.shared.index import FILE, ArgumentsError, help_of, index, keys_of
 from fl_lightning.commands.shared.messages import explain
+from fl_lightning.commands.shared.parser import check_early
 
 
 @pytest.mark.slow

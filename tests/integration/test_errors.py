@@ -18,9 +18,9 @@ import yaml
 import fl_lightning
 from fl_lightning import DigitsMLP, UserError
 from fl_lightning.commands.main import COMMANDS
-from fl_lightning.commands.shared.early import check_early
 from fl_lightning.commands.shared.index import ArgumentsError
 from fl_lightning.commands.shared.messages import explain
+from fl_lightning.commands.shared.parser import check_early
 from tests.bad_inputs import COMPARED, bad_inputs, write_bad_files
 from tests.runs import DIGITS, cli, last, newest, process, run
 
