@@ -20,9 +20,8 @@ from torch import nn
 
 import fl_lightning
 from fl_lightning.commands.main import COMMANDS, command_of
-from fl_lightning.commands.shared.arguments import PARTS
 from fl_lightning.commands.shared.cli import FederatedParser
-from fl_lightning.commands.shared.index import FILE
+from fl_lightning.commands.shared.index import FILE, PARTS
 from fl_lightning.commands.shared.parser import Command
 from fl_lightning.core.options import UNIONS, Checked, Interval
 from fl_lightning.engine.catalogue import HEADS, WIRE, entries

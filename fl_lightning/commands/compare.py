@@ -6,13 +6,10 @@ from typing import Literal
 from rich.cells import cell_len
 from rich.markup import escape
 
-from fl_lightning.commands.shared.output import console, short_path, show_table
 from fl_lightning.core import check_folder, figure_files, make_folder, write_together
-from fl_lightning.results import curve_files, filled, say, varied
-from fl_lightning.results.compare import Group, compare, of_run
-from fl_lightning.results.table import TABLES, Markup, cell, columns, label, names, table_files
+from fl_lightning.results import compare, console, curve_files, filled, say, short_path, show_table, table, varied
 
-BEST = Markup(best="[bold]{}[/]")
+BEST = table.Markup(best="[bold]{}[/]")
 SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
 
 
@@ -45,35 +42,40 @@ def run(
     """
     if out is not None:
         check_folder(out)
-    groups = compare(runs, target, last, metric, reference, mode)
-    shown = columns(groups, None if reference is None else of_run(groups, reference))
-    keys = [*map(escape, names(groups))]
-    labels = [[*map(escape, label(group))] for group in groups]
+    groups = compare.compare(runs, target, last, metric, reference, mode)
+    shown = table.columns(groups, None if reference is None else compare.of_run(groups, reference))
+    keys = [*map(escape, table.names(groups))]
+    labels = [[*map(escape, table.label(group))] for group in groups]
     least = sum(max(map(cell_len, column)) + 3 for column in zip(keys, *labels, strict=True))
     numbered = len(keys) > 1 and least > console().width / 2  # the names stand in the first table alone
-    table = None if pivot is None else varied.pivot(groups, pivot)
+    pivoted = None if pivot is None else varied.pivot(groups, pivot)
     settings = varied.tried(groups) if importance else None
     rounds = ", ".join(f"{n:,}" for n in sorted({run.rounds for group in groups for run in group.runs}))
-    for name, title in {**TABLES, "results": f"{groups[0].runs[0].metric} of {rounds} rounds"}.items():
-        of = [column for column in shown if column.table == name]
-        if of and table is None and settings is None:
+    for name, title in {**table.TABLES, "results": f"{groups[0].runs[0].metric} of {rounds} rounds"}.items():
+        chosen = [column for column in shown if column.table == name]
+        if chosen and pivoted is None and settings is None:
             named = not numbered or name == "results"
-            heads = [*(["#"] if numbered else []), *(keys if named else []), "seeds", *(column.head for column in of)]
+            heads = [
+                *(["#"] if numbered else []),
+                *(keys if named else []),
+                "seeds",
+                *(column.head for column in chosen),
+            ]
             lines = [
                 [
                     *([str(i)] if numbered else []),
-                    *(of_one if named else []),
+                    *(group_label if named else []),
                     str(len(group.runs)),
-                    *(cell(group, column, groups, BEST) for column in of),
+                    *(table.cell(group, column, groups, BEST) for column in chosen),
                 ]
-                for i, (group, of_one) in enumerate(zip(groups, labels, strict=True), 1)
+                for i, (group, group_label) in enumerate(zip(groups, labels, strict=True), 1)
             ]
             left = numbered + named * len(keys)
             show_table(filled(heads, lines, left, title=title), 1 if numbered else left)
-    if table is not None:
-        rows = [[escape(row), *means] for row, *means in table.text(BEST)]
-        show_table(filled([*map(escape, table.heads)], rows, title=table.title))
-        say(table.best)
+    if pivoted is not None:
+        rows = [[escape(row), *means] for row, *means in pivoted.text(BEST)]
+        show_table(filled([*map(escape, pivoted.heads)], rows, title=pivoted.title))
+        say(pivoted.best)
     if settings is not None:
         ranked, about = settings.importances
         texts = [map(escape, each.text()) for each in ranked]
@@ -82,9 +84,9 @@ def run(
     say_left_out(groups)
     if out is not None:
         files: dict[str, str | bytes] = {
-            **table_files(groups, shown),
+            **table.table_files(groups, shown),
             **curve_files({group.name: group.metrics for group in groups}),
-            **({} if table is None else table.files()),
+            **({} if pivoted is None else pivoted.files()),
             **({} if settings is None else {**settings.files(), **figure_files(settings.plot(), "parallel")}),
         }
         folder = make_folder(out)
@@ -92,7 +94,7 @@ def run(
         say(f"results: {out}")
 
 
-def say_left_out(groups: Sequence[Group]) -> None:
+def say_left_out(groups: Sequence[compare.Group]) -> None:
     """Prints a line for each run that does not count."""
     for group in groups:
         for folder in group.left_out:

@@ -5,8 +5,9 @@ from itertools import takewhile
 from rich.table import Column, Table
 from rich.text import Text
 
-from fl_lightning.commands.shared import config_names, configs_folder, console
+from fl_lightning.commands.shared import config_names, configs_folder
 from fl_lightning.core import require
+from fl_lightning.results import console
 
 SUMMARY = "List the configs that come with the package; --config takes their names."
 

@@ -6,9 +6,9 @@ import torch
 
 from fl_lightning import FederatedTrainer, LocalObjective
 from fl_lightning.commands.shared.landscapes import number_of, save_figures
-from fl_lightning.core import make_folder
+from fl_lightning.core import grouped, make_folder
 from fl_lightning.data import CORRUPTIONS, SEVERITIES, Batch, FederatedDataModule, corrupted_cifar
-from fl_lightning.results import CLEAN, Accuracy, means, plot_corruptions, say, write_table
+from fl_lightning.results import CLEAN, Accuracy, average, plot_corruptions, say, write_table
 
 SUMMARY = "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity."
 
@@ -39,6 +39,14 @@ def evaluate_corruptions(
     yield Accuracy(CLEAN, 0, accuracy(data.eval_batches("test", dtype)))
     for corruption, severity, images in files:
         yield Accuracy(corruption, severity, accuracy(data.batches_of(corruption, images, y, dtype)))
+
+
+def means(rows: Sequence[Accuracy]) -> dict[str, float]:
+    """Returns the accuracy on the clean test set, and its mean over corruptions, by severity and over all."""
+    ordered = sorted(rows, key=lambda row: row.severity)
+    found = grouped((f"severity {row.severity}" if row.severity else CLEAN, row.acc) for row in ordered)
+    found["all"] = [row.acc for row in rows if row.severity]
+    return {name: average(values) for name, values in found.items() if values}
 
 
 def run(

@@ -3,11 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import check_folder, make_folder, save_figure
 from fl_lightning.data.histogram import class_counts, count_table, heat_map, histogram
 from fl_lightning.data.module import FederatedDataModule
-from fl_lightning.results import filled, say, write_table
+from fl_lightning.results import filled, say, show_table, write_table
 
 SUMMARY = "Show how the samples are divided among the clients: table, CSV file, heat map."
 ROWS, COLUMNS = 12, 12

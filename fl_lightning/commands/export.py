@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fl_lightning.core import checked, ensure, files, make_folder, write_atomically
-from fl_lightning.results import is_private, read_config, say
+from fl_lightning.results import config_of, is_private, say
 from fl_lightning.trainer import Run, RunFolder
 from fl_lightning.trainer.storage import checkpoint
 
@@ -34,9 +34,8 @@ def run(ckpt: str, out: str, /, client: int | None = None) -> None:
         not target.is_file() or _is_export(target),
         f"out = {out}: a file that no export has written; give the path of a new file",
     )
-    config = RunFolder(Path(ckpt).parent.parent).newest_config
     ensure(
-        client is None or not config.is_file() or not is_private(read_config(config)),
+        client is None or not is_private(config_of(Path(ckpt).parent.parent)),
         f"client = {client}: a client's own model is not private, and this run is one under trainer.privacy; leave "
         "it out, or take it from fl_lightning.load_net, which writes no file",
     )

@@ -16,10 +16,9 @@ from fl_lightning.commands.shared.landscapes import (
     progress_bar,
     save_figures,
 )
-from fl_lightning.commands.shared.output import show_table
 from fl_lightning.core import ensure, json_text
 from fl_lightning.engine import LocalResult
-from fl_lightning.results import PROTOCOL, say, write_table
+from fl_lightning.results import PROTOCOL, say, show_table, write_table
 from fl_lightning.trainer import (
     Cohort,
     FederatedTrainer,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fl_lightning.commands.shared import FederatedCLI, write_new
+from fl_lightning.commands.shared import FederatedCLI
 from fl_lightning.core import LEFT_OUT, ensure
 from fl_lightning.flower import server
-from fl_lightning.results import flatten, say
+from fl_lightning.results import flatten, say, write_new
 from fl_lightning.trainer import Run
 
 if TYPE_CHECKING:

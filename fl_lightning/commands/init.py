@@ -3,8 +3,7 @@
 import shlex
 from pathlib import Path
 
-from fl_lightning.commands.shared.output import write_new
-from fl_lightning.results.terminal import say
+from fl_lightning.results.terminal import say, write_new
 
 SUMMARY = "Write a folder to start from: a config, an algorithm of your own, a sweep, a README."
 STARTER = Path(__file__).parent / "starter"

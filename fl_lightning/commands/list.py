@@ -1,8 +1,7 @@
 """``fl-lightning list``."""
 
 from fl_lightning.commands.shared.index import index
-from fl_lightning.commands.shared.output import console, show_table
-from fl_lightning.results.terminal import filled
+from fl_lightning.results.terminal import console, filled, show_table
 
 SUMMARY = "Show the algorithms: paper, state, wire cost, passes."
 METHOD, STATE = (0, 1, 6, 7, 8), (0, 2, 3, 4, 5)

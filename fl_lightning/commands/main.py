@@ -69,9 +69,9 @@ def main(args: Sequence[str] | None = None) -> None:
     interruption = None
     try:
         from fl_lightning.commands.shared.arguments import joined
-        from fl_lightning.commands.shared.early import check_early
+        from fl_lightning.commands.shared.index import ArgumentsError
         from fl_lightning.commands.shared.messages import explain, find_user_error
-        from fl_lightning.commands.shared.unknown import ArgumentsError
+        from fl_lightning.commands.shared.parser import check_early
         from fl_lightning.trainer.runtime.signals import Interruption
 
         with (interruption := Interruption(ends_process=True)):
@@ -87,24 +87,17 @@ def main(args: Sequence[str] | None = None) -> None:
         configs = [arg.removeprefix("--config=") for arg in joined(given) if arg.startswith("--config=")]
         if (line := explain(error, configs, given[0])) is None:
             raise
+        from fl_lightning.results.terminal import wrapped
         from fl_lightning.trainer.runtime.signals import rank_and_first
 
-        rank, first = rank_and_first()
-        if "torch" in sys.modules:  # the processes may be connected
-            from fl_lightning.trainer.runtime.collectives import reports
-
-            rank, first = reports()
-        mistake = find_user_error(error)
-        if not first:
-            sys.exit(1 if mistake is None else mistake.exit_code)
-        text = f"error{f' (process {rank})' if rank else ''}: {_visible(line)}"
-        from fl_lightning.results.terminal import wrapped
-
-        text = wrapped(text, sys.stderr)
-        if mistake is None or mistake.exit_code == 1:
-            sys.exit(text)
-        print(text, file=sys.stderr)
-        sys.exit(mistake.exit_code)
+        # those of processes that are connected, if torch has been imported
+        connected = sys.modules.get("fl_lightning.trainer.runtime.collectives")
+        rank, first = connected.reports() if connected else rank_and_first()
+        code = getattr(find_user_error(error), "exit_code", 1)
+        text = wrapped(f"error{f' (process {rank})' if rank else ''}: {_visible(line)}", sys.stderr)
+        if first and code != 1:
+            print(text, file=sys.stderr)
+        sys.exit(text if first and code == 1 else code)
 
 
 def command_of(command: str, *args: str) -> "Command":
@@ -114,7 +107,7 @@ def command_of(command: str, *args: str) -> "Command":
         command: Its name.
         args: Its arguments.
     """
-    from fl_lightning.commands.shared.arguments import PARTS
+    from fl_lightning.commands.shared.index import PARTS
     from fl_lightning.commands.shared.parser import Command
 
     if {"cli", *PARTS} & {*signature(import_module(f"fl_lightning.commands.{command}").run).parameters}:
@@ -141,7 +134,7 @@ def _help(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         parser_of_one = commands.add_parser(name, help=f"{summary} See {name} --help.", conflict_handler="resolve")
         if words[1:] and words[0] == name:
-            from fl_lightning.commands.shared.completion import add_options
+            from fl_lightning.commands.shared.parser import add_options
 
             add_options(parser_of_one, name, words[1:])
     return parser

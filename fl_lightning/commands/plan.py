@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
-from fl_lightning.commands.shared import FederatedCLI, show_table
+from fl_lightning.commands.shared import FederatedCLI
 from fl_lightning.commands.shared.prediction import (
     Seconds,
     ahead,
@@ -19,7 +19,7 @@ from fl_lightning.commands.shared.prediction import (
     row_bytes,
 )
 from fl_lightning.core import PositiveInt, checked, json_text, require
-from fl_lightning.results import filled, say
+from fl_lightning.results import filled, say, show_table
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 MOST = 1_000_000
@@ -110,12 +110,12 @@ def plan(
     def seconds() -> float:
         return sum(times * each for times, each in parts.values())
 
-    parts = measured.parts(trainer, len(rounds), [of.steps for of in rounds], world)
+    parts = measured.parts(trainer, len(rounds), [coming.steps for coming in rounds], world)
     if trainer.max_time is not None and seconds() > trainer.max_time:
         rounds = rounds[: max(1, math.ceil(len(rounds) * trainer.max_time / seconds()))]
-        parts = measured.parts(trainer, len(rounds), [of.steps for of in rounds], world)
+        parts = measured.parts(trainer, len(rounds), [coming.steps for coming in rounds], world)
     # state of clients that no measured round has seen
-    room, kept = int(trainer.client_memory * 2**30), {k for of in rounds for k in of.clients}
+    room, kept = int(trainer.client_memory * 2**30), {k for coming in rounds for k in coming.clients}
     row = row_bytes(model, run.server.w)
     growth = min(row * len(kept), room) - min(row * len(run.clients), room)
     return Plan(
@@ -126,11 +126,11 @@ def plan(
         parts=parts,
         memory=measured.memory + (2 if cpu else 1) * growth,  # a checkpoint copies the rows
         device_memory=0 if cpu else torch.cuda.max_memory_allocated() + growth,
-        bits=sum(of.bits for of in rounds),
+        bits=sum(coming.bits for coming in rounds),
         seconds=seconds(),
         unit="rounds" if trainer.asynchronous is None else "steps of the server",
-        uploads=sum(len(of.clients) for of in rounds),
-        late=sum(of.late for of in rounds),
+        uploads=sum(len(coming.clients) for coming in rounds),
+        late=sum(coming.late for coming in rounds),
         device_seconds=None if run.timing is None else rounds[-1].time_s,
     )
 

@@ -14,9 +14,12 @@ from fl_lightning.results import (
     LEAST,
     PROTOCOL,
     Runs,
+    compare,
     config_files,
+    curves,
     densities,
     is_private,
+    metrics,
     partitions,
     plot_clients,
     read_config,
@@ -24,14 +27,11 @@ from fl_lightning.results import (
     report_page,
     say,
     spectra,
+    table,
     title,
     tried,
     with_values,
 )
-from fl_lightning.results.compare import compare, of_run
-from fl_lightning.results.curves import all_timed, curve_files, draw_curves, drawn, plot_tradeoff, read
-from fl_lightning.results.metrics import MAIN
-from fl_lightning.results.table import Column, columns, table_files
 
 SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
 
@@ -64,28 +64,28 @@ def run(
     page = Path(out) if out.endswith(".html") else Path(out) / "report.html"
     folder = page.with_suffix("") if out.endswith(".html") else page.parent
     check_folder(folder)
-    groups = compare(runs, target, last, metric, reference, mode)
+    groups = compare.compare(runs, target, last, metric, reference, mode)
     for each in (each for group in groups for each in group.folders):
         ensure(
             not any(is_private(read_config(path)) for path in config_files(each).values()),
             f"runs = {each}: a run under trainer.privacy, whose losses and clients are not private; leave it out: "
             "fl-lightning compare shows it here",
         )
-    shown = columns(groups, None if reference is None else of_run(groups, reference))
+    shown = table.columns(groups, None if reference is None else compare.of_run(groups, reference))
     files = [(group, read_group(group)) for group in groups]
     settings = tried(groups)
     sweep = settings if len(settings.settings) > 2 and len(settings.values) >= LEAST else None
     with drawing():
         drawings = draw(files, shown)
         drawings["sweep"] = [("Settings and metric of each config", "parallel", sweep.plot())] if sweep else []
-        titled = {at: {t: f for t, _, f in of} for at, of in drawings.items()}
+        titled = {at: {t: f for t, _, f in drawn} for at, drawn in drawings.items()}
         text = report_page(files, shown, PROTOCOL, titled, sweep.importances if sweep else None)
         beside = {
-            **table_files(groups, shown),
-            **curve_files({group.name: group.metrics for group in groups}),
+            **table.table_files(groups, shown),
+            **curves.curve_files({group.name: group.metrics for group in groups}),
             **(sweep.files() if sweep else {}),
         }
-        for _, name, figure in (entry for of in drawings.values() for entry in of if figures):
+        for _, name, figure in (entry for drawn in drawings.values() for entry in drawn if figures):
             beside |= figure_files(figure, name)
     make_folder(folder)
     write_together({page: text, **{folder / name: content for name, content in beside.items()}})
@@ -94,7 +94,7 @@ def run(
     say(f"tables and curves: {folder}" + ("" if figures else "; --figures writes each figure as PDF and PNG"))
 
 
-def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, Figure]]]:
+def draw(runs: Runs, shown: Sequence[table.Column]) -> dict[str, list[tuple[str, str, Figure]]]:
     """Draws the figures of a report, one column of a paper wide.
 
     Args:
@@ -104,16 +104,20 @@ def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, 
     Returns:
         The title, the name of the file and the figure of each, by section of the page.
     """
-    groups, files = [group for group, _ in runs], [run for _, of in runs for run in of]
-    metrics = read({group.name: group.metrics for group in groups})
-    clients = {group.name: [run.clients for run in of if run.clients is not None] for group, of in runs}
-    data = next((table.metric for tables in clients.values() for table in tables), "")
+    groups, files = [group for group, _ in runs], [run for _, own in runs for run in own]
+    measured = curves.read({group.name: group.metrics for group in groups})
+    clients = {group.name: [run.clients for run in own if run.clients is not None] for group, own in runs}
+    data = next((evaluated.metric for own in clients.values() for evaluated in own), "")
     eigenvalues, density = spectra(files), densities(files)
     return {
         "curves": [
-            (title(name) + of, name.replace("/", "_") + of.replace(" ", "_"), draw_curves(metrics, [name], bool(of)))
-            for name in drawn(metrics)
-            for of in (("", " by device hours") if all_timed(metrics) and name in MAIN else ("",))
+            (
+                f"{title(name)}{by}",
+                f"{name.replace('/', '_')}{by.replace(' ', '_')}",
+                curves.draw_curves(measured, [name], bool(by)),
+            )
+            for name in curves.drawn(measured)
+            for by in (("", " by device hours") if curves.all_timed(measured) and name in metrics.MAIN else ("",))
         ],
         "per-client": [
             (text, name, plot_clients(having, column))
@@ -124,7 +128,7 @@ def draw(runs: Runs, shown: Sequence[Column]) -> dict[str, list[tuple[str, str, 
             if any((having := {group: with_values(tables, column) for group, tables in clients.items()}).values())
         ],
         "tradeoff": [
-            (column.title, f"tradeoff_{column.key}", plot_tradeoff(groups, column.key))
+            (column.title, f"tradeoff_{column.key}", curves.plot_tradeoff(groups, column.key))
             for column in shown
             if column.of.startswith("flatness/") and column.against is None
         ],

@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from torch.nn import Module
 
 from fl_lightning import LocalObjective
-from fl_lightning.commands.shared import PARTS, FederatedCLI, prediction, prepare, said_of, seeds_of, show_table
+from fl_lightning.commands.shared import PARTS, FederatedCLI, prediction, prepare, said_of, seeds_of
 from fl_lightning.commands.shared.paper_figures import draw
 from fl_lightning.commands.shared.prediction import (
     Measured,
@@ -27,8 +27,7 @@ from fl_lightning.commands.shared.prediction import (
 )
 from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import Interval, PositiveInt, UserError, check_folder, checked, ensure, make_folder
-from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say
-from fl_lightning.sweeps import reproduction_table
+from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say, show_table
 from fl_lightning.sweeps.reproduction import (
     Task,
     check_fraction,
@@ -38,11 +37,14 @@ from fl_lightning.sweeps.reproduction import (
     line,
     mark,
     names,
+    protocols,
     scaled_rounds,
     select,
+    table_of,
     tasks,
     value,
     why_not,
+    write_lines,
 )
 from fl_lightning.sweeps.trials import Outcome, Trial, newest_run, outcome, run_trials
 from fl_lightning.trainer.participation.samplers import UniformSampler
@@ -192,9 +194,9 @@ def run(
         *(line(cell, []) for cell in cells if declared(cell) is not None),
         *(line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells),
     ]
-    reproduction_table.write(lines, make_folder(folder))
-    show_table(reproduction_table.table(lines))
-    how_measured = " (table.md says how flatness was measured)" if reproduction_table.protocols(lines) else ""
+    write_lines(lines, make_folder(folder))
+    show_table(table_of(lines))
+    how_measured = " (table.md says how flatness was measured)" if protocols(lines) else ""
     say(f"results: {folder}{how_measured}")
 
 
@@ -207,7 +209,7 @@ def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> 
     if how.dry_run:
         return
     complain([outcome for outcomes in made.values() for outcome in outcomes])
-    runs = {task: [each.folder for each in of if each.folder is not None] for task, of in made.items()}
+    runs = {task: [ended.folder for ended in own if ended.folder is not None] for task, own in made.items()}
     for path in draw(drawn, runs, folder / f"figure_{drawn.number}", points):
         say(f"drawn: {path}")
 
@@ -229,12 +231,12 @@ def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Out
         return {}
     make_folder(folder)
     outcomes, given = dict[str, Outcome](), shlex.join(how.settings)
-    of = {trial.name: each.task for each in planned for trial in each.trials}
-    for found in run_trials(trials, folder, build, how.jobs, check=check):
-        outcomes[found.trial.name] = found
-        if found.folder is not None:
-            mark(found.folder, of[found.trial.name], how.fraction, given)
-        say(f"{len(outcomes)} of {len(trials)}: {found.trial.name}: {found.error or 'finished'}")
+    task_of = {trial.name: plan.task for plan in planned for trial in plan.trials}
+    for ended in run_trials(trials, folder, build, how.jobs, check=check):
+        outcomes[ended.trial.name] = ended
+        if ended.folder is not None:
+            mark(ended.folder, task_of[ended.trial.name], how.fraction, given)
+        say(f"{len(outcomes)} of {len(trials)}: {ended.trial.name}: {ended.error or 'finished'}")
     return {each.task: [outcomes[trial.name] for trial in each.trials] for each in planned}
 
 

@@ -12,10 +12,18 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.commands.shared.output import console, short_path, show_table
 from fl_lightning.core import UserError, ensure, read_json
 from fl_lightning.results import SUMMARY as ENDED
-from fl_lightning.results import config_files, read_config, say, summarise, visible, window
+from fl_lightning.results import (
+    config_of,
+    console,
+    say,
+    short_path,
+    show_table,
+    summarise,
+    visible,
+    window,
+)
 from fl_lightning.results.metrics import FILE, read_metrics, rounds_done
 from fl_lightning.trainer.storage.run_folder import in_use
 
@@ -99,8 +107,8 @@ def _listed(folder: Path) -> Listed:
     headline, last, minutes, done, asked = "", 0, "", 0, None
     try:
         done = rounds_done(read_metrics(folder / FILE)) if (folder / FILE).is_file() else 0
-        if configs := list(config_files(folder).values()):
-            asked = read_config(configs[-1])["trainer"]["max_rounds"]
+        if config := config_of(folder):
+            asked = config["trainer"]["max_rounds"]
         ended = read_json(folder / ENDED, dict, {}).get("rounds") == done
         state = "finished" if ended and asked in (done, None) else "ended" if ended else "interrupted"
         if done:

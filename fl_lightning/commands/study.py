@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from fl_lightning.commands.shared.output import short_path
 from fl_lightning.core import (
     PositiveInt,
     UserError,
@@ -16,7 +15,7 @@ from fl_lightning.core import (
     render,
     write_atomically,
 )
-from fl_lightning.results import find_runs, say
+from fl_lightning.results import find_runs, say, short_path
 from fl_lightning.results.rows import Store, extract, located, store_of
 
 SUMMARY = "Keep finished runs as rows of a study; train rows again and compare their bits; write its pages."

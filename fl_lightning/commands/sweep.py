@@ -9,9 +9,9 @@ from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 
-from fl_lightning.commands.shared import find_config, output, seeds_of, trials
+from fl_lightning.commands.shared import find_config, seeds_of, trials
 from fl_lightning.core import PositiveInt, UserError, checked
-from fl_lightning.results import command, filled, fitting, say, short_names
+from fl_lightning.results import command, console, filled, fitting, say, short_names
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import short
@@ -39,17 +39,17 @@ def run(
     sweep = sweep if loggers else replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
     controller = Controller(sweep, Path(out) / sweep.name, listed, seed)
 
-    console = output.console()
+    screen = console()
     say(f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}")
-    shown = partial(_table, controller, SHOWN, console.width)
-    live = Live(get_renderable=shown, console=console, refresh_per_second=1, transient=True)
-    with live if console.is_terminal else nullcontext():
+    shown = partial(_table, controller, SHOWN, screen.width)
+    live = Live(get_renderable=shown, console=screen, refresh_per_second=1, transient=True)
+    with live if screen.is_terminal else nullcontext():
         for found in controller.run(trials.build, jobs, trials.check):
             value = controller.objective.value(found.folder)
             number = "not measured" if value is None else f"{value:.4g}"
             text = found.error or f"{'kept' if found.kept else 'finished'}, {controller.objective.name} {number}"
             say(f"{found.trial.name}: {text}")
-    console.print(_table(controller, len(controller.trials), console.width))
+    screen.print(_table(controller, len(controller.trials), screen.width))
     if (best := controller.best()) is not None:
         settings, of_one, value = best
         named = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())

@@ -95,7 +95,7 @@ def sorted_curve(tables: Sequence[ClientTable], column: str = "") -> Numbers:
         column: The value; by default the metric of the global model.
     """
     ordered = [worst_first(table.known(column or table.metric)[1], table.mode) for table in tables]
-    rows = [of[np.minimum((SHARES * len(of)).astype(int), len(of) - 1)] for of in ordered]
+    rows = [values[np.minimum((SHARES * len(values)).astype(int), len(values) - 1)] for values in ordered]
     return np.mean(rows, axis=0)  # type: ignore[no-any-return]
 
 

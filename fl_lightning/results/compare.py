@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from fl_lightning.core import UserError, checked, ensure, folded
-from fl_lightning.results.configs import config_files, read_config, run_key, settings_of, telling
+from fl_lightning.results.configs import config_of, run_key, settings_of, telling
 from fl_lightning.results.metrics import FILE, NUMBER, Mode, average, deviation, read_run, rounds_done
 from fl_lightning.results.rows import ROW, ROWS, located
 from fl_lightning.results.summary import SUMMARY, Summary, summarise
@@ -200,18 +200,17 @@ def of_run(groups: Iterable[Group], run: str | Path) -> Group:
 
 def _identity(folder: Path) -> tuple[str, Seeds]:
     """Returns a run's config without its seeds, as text, and the seeds; without a config, its path and None."""
-    path = folder / "config.yaml"
-    if not path.is_file():
+    if not (config := config_of(folder)):
         return str(folder), None
     try:
-        config = read_config(list(config_files(folder).values())[-1])
         own = config["data"].get("init_args", {})  # a class of one's own may have none
         seeds = config["trainer"]["seed"], own.get("seed", 0)
         hash(seeds)
         return run_key(folder), seeds
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: not a run's config ({what:.120}); restore the file, or leave its run out") from None
+        problem = f"not a run's config ({what:.120}); restore the file, or leave its run out"
+        raise UserError(f"{folder / 'config.yaml'}: {problem}") from None
 
 
 def shown(texts: Iterable[str | None]) -> dict[str | None, str]:
@@ -222,13 +221,13 @@ def shown(texts: Iterable[str | None]) -> dict[str | None, str]:
     Args:
         texts: The values as `flatten` returns them; None where a config has no such setting.
     """
-    of = {text: float(text) if text and NUMBER.fullmatch(text) else text for text in texts}
-    kinds = {value: text for text, value in reversed(of.items())}
+    values = {text: float(text) if text and NUMBER.fullmatch(text) else text for text in texts}
+    kinds = {value: text for text, value in reversed(values.items())}
     for digits in (*range(4, 17), 0):
-        found = {value: _plain(text, digits) for value, text in kinds.items()}
-        if len({*found.values()}) == len(found):
+        printed = {value: _plain(text, digits) for value, text in kinds.items()}
+        if len({*printed.values()}) == len(printed):
             break
-    return {text: found[value] for text, value in of.items()}
+    return {text: printed[value] for text, value in values.items()}
 
 
 def _plain(text: str | None, digits: int) -> str:

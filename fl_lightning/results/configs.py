@@ -1,9 +1,10 @@
-"""The configs of runs, compared."""
+"""Configs: their YAML, read with care, and the settings of runs, compared."""
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import yaml
 
 from fl_lightning.core import UserError, earlier, ensure, folded, hidden
-from fl_lightning.results.yaml_text import load_yaml
 
 EXECUTION = (
     "name", "default_root_dir", "engine", "client_block", "compile", "accelerator", "strategy", "devices",
@@ -60,6 +60,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """Returns the present config of a run, see `read_config`; an empty one of a run without a config."""
+    files = [*config_files(folder).values()]
+    return read_config(files[-1]) if files else {}
+
+
 @lru_cache(1000)
 def _parsed(text: str) -> Any:
     """Returns what a config says, without secrets. A table reads the config of each of its runs several times."""
@@ -99,8 +105,7 @@ def settings_of(folder: Path) -> dict[str, str]:
     Raises:
         UserError: If its config is not readable.
     """
-    configs = [*config_files(folder).values()]
-    return flatten(read_config(configs[-1])) if configs else {}
+    return flatten(config_of(folder))
 
 
 def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -136,7 +141,7 @@ def varying(configs: Sequence[Mapping[str, str]]) -> list[str]:
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Returns keys by a short name: the end of the key, long enough to be unique, or else the key."""
     ends = {key: [".".join(key.split(".")[-n:]) for n in range(1, key.count(".") + 2)] for key in keys}
-    return {next((e for e in of if sum(e in other for other in ends.values()) == 1), k): k for k, of in ends.items()}
+    return {next((e for e in own if sum(e in other for other in ends.values()) == 1), k): k for k, own in ends.items()}
 
 
 def find_setting(keys: Sequence[str], name: str, option: str) -> str:
@@ -231,3 +236,90 @@ def group_id(config: dict[str, Any]) -> str:
 
 def _name(value: Any) -> str:
     return str(value.get("class_path", value) if isinstance(value, dict) else value).removeprefix("fl_lightning.")
+
+
+DEPTH, SIZE = 50, 100_000
+"""Largest depth, and number of values with aliases unfolded."""
+FLOAT, DATE = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
+
+
+class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """PyYAML's loader of plain values, to which 1e-2 is a number, and a date text: as to the command line."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in resolvers if tag not in (FLOAT, DATE)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+NUMBER = re.compile(
+    r"([-+]?[0-9][0-9_]*(\.[0-9_]*([eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+|(:[0-5]?[0-9])+\.[0-9_]*)"
+    r"|\.[0-9_]+([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+)
+Loader.add_implicit_resolver(FLOAT, NUMBER, [*"-+0123456789."])
+
+
+class NoValueError(yaml.YAMLError):  # type: ignore[misc]
+    """A text is YAML, but one of its values cannot be made."""
+
+
+@dataclass
+class _Open:
+    """A mapping or sequence that is being read: its anchor, keys (of a mapping), children and values below it."""
+
+    anchor: str | None = None
+    keys: set[str] | None = None
+    children: int = 0
+    size: int = 1
+
+
+def load_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
+    """Returns the content of a YAML text of plain values.
+
+    Args:
+        text: The text.
+        load: Loads it once it is checked; None: `Loader`.
+
+    Raises:
+        yaml.YAMLError: With the line, if a mapping has a key twice, an alias stands within its own anchor, or the text
+            is nested deeper than `DEPTH` or unfolds to more than `SIZE` values; or if it is no YAML.
+    """
+    try:
+        _check(text)
+        return yaml.load(text, Loader=Loader) if load is None else load(text)
+    # those of PyYAML for !!bool x, 5,000 digits, half of a character; of jsonargparse for "?"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise NoValueError(f"no value of YAML ({type(error).__name__}: {error})") from None
+
+
+def _check(text: str) -> None:
+    """Checks a text before it is loaded, in one pass over it."""
+    stack, sizes = [_Open()], dict[str | None, int]()
+    for event in yaml.parse(text, Loader=Loader):
+        line, key = f"line {event.start_mark.line + 1}", None
+        match event:
+            case yaml.MappingStartEvent() | yaml.SequenceStartEvent():
+                stack.append(_Open(event.anchor, set() if isinstance(event, yaml.MappingStartEvent) else None))
+                _ensure(len(stack) <= DEPTH, f"{line}: nested deeper than {DEPTH}")
+                continue
+            case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
+                closed = stack.pop()
+                sizes[closed.anchor] = size = closed.size
+            case yaml.AliasEvent(anchor=anchor):
+                _ensure(all(anchor != above.anchor for above in stack), f"{line}: *{anchor} stands within itself")
+                size = sizes.get(anchor, 1)
+            case yaml.ScalarEvent():
+                size, key = 1, event.value
+            case _:
+                continue
+        within = stack[-1]
+        if within.keys is not None and within.children % 2 == 0 and key not in (None, "<<"):
+            _ensure(key not in within.keys, f"{line}: {key} is there twice; give it once")
+            within.keys.add(key)
+        within.children, within.size = within.children + 1, within.size + size
+        _ensure(within.size <= SIZE, f"{line}: unfolds to more than {SIZE:,} values")
+
+
+def _ensure(ok: bool, problem: str) -> None:
+    if not ok:
+        raise yaml.YAMLError(problem)

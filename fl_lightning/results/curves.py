@@ -1,26 +1,31 @@
-"""Figures of compared runs: metrics by round, as mean and band over seeds, and flatness against accuracy."""
+"""Figures of compared runs: metrics by round, flatness against accuracy, bars, lines, clients and corruptions."""
 
+import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fl_lightning.core import (
+    COLORS,
     COLUMN,
+    DASHES,
     PAGE,
     Axes,
     Figure,
     figure_files,
+    grouped,
     line_style,
     marked_style,
     new_figure,
     place_legend,
     require,
     scale_axis,
+    wrapped,
 )
 from fl_lightning.results.compare import Group
 from fl_lightning.results.metrics import (
@@ -90,7 +95,8 @@ def curve(runs: Sequence[Columns], name: str) -> Band | None:
         return None
     means = [_means([(at, run[at]) for at in common]) for run in having]
     by_round = [[value for _, value in points] for points in zip(*means, strict=True)]
-    return Band([at for at, _ in means[0]], [average(of) for of in by_round], [deviation(of) or 0.0 for of in by_round])
+    spread = [deviation(values) or 0.0 for values in by_round]
+    return Band([at for at, _ in means[0]], [*map(average, by_round)], spread)
 
 
 def _means(values: Pairs) -> list[tuple[float, float]]:
@@ -160,22 +166,27 @@ def draw_curves(
     """
     across = "device hours" if hours else "round"
     names = [name for name in drawn(groups) if name in MAIN] if names is None else names
-    wide = 2 if len(names) > 1 else 1
-    rows = max(-(-len(names) // wide), 1)
-    with new_figure(PAGE if wide > 1 else COLUMN, 1.9 * rows + 0.4, grid="both") as figure:
+    rows, columns, width = _grid(len(names))
+    with new_figure(width, 1.9 * rows + 0.4, grid="both") as figure:
         for i, name in enumerate(names):
-            bottom = i + wide >= len(names)
-            axes = figure.add_subplot(rows, wide, i + 1, xlabel=across if bottom else "", ylabel=label(name))
+            bottom = i + columns >= len(names)
+            axes = figure.add_subplot(rows, columns, i + 1, xlabel=across if bottom else "", ylabel=label(name))
             _panel(axes, name, groups, hours)
         place_legend(figure)
     return figure
+
+
+def _grid(panels: int) -> tuple[int, int, float]:
+    """Returns rows and columns of panels, and the width of their figure: up to two panels stand side by side."""
+    columns = 2 if panels > 1 else 1
+    return max(-(-panels // columns), 1), columns, PAGE if columns > 1 else COLUMN
 
 
 def _hours(runs: Sequence[Columns], rounds: Sequence[float]) -> list[float]:
     """Returns the mean hours of runs at rounds, also at those between two."""
     times = [dict(run[CLOCK]) for run in runs]
     common = sorted(set(times[0]).intersection(*times[1:]))
-    return [float(x) for x in np.interp(rounds, common, [fmean(of[at] for of in times) / 3600 for at in common])]
+    return [float(x) for x in np.interp(rounds, common, [fmean(hours[at] for hours in times) / 3600 for at in common])]
 
 
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]], hours: bool) -> None:
@@ -252,4 +263,136 @@ def _plot_rows(groups: Mapping[str, Pairs], flatness: str, metric: str) -> Figur
             else:
                 scale_axis(axes.xaxis, means)
         left.set_yticks(range(len(order)), order)
+    return figure
+
+
+HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++++", "oooo")
+"""Bars differ by more than their colour."""
+
+
+def _bars(axes: Axes, i: int, of: int, places: Iterable[int], heights: Sequence[float], **look: Any) -> None:
+    """Draws the bars of the i-th of several labels at the places of their groups."""
+    width = 0.8 / of
+    look |= {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "white"}
+    axes.bar([place + (i - (of - 1) / 2) * width for place in places], heights, width, linewidth=0.4, **look)
+
+
+def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> Figure:
+    """Draws numbers as groups of bars, mean ± standard deviation over seeds; logarithmic over a wide range.
+
+    Args:
+        numbers: The values of the seeds, by the bar's label and by the group's; a bar may be missing.
+        name: What the numbers are.
+    """
+    groups = list(dict.fromkeys(group for bars in numbers.values() for group in bars))
+    with new_figure(COLUMN if len(numbers) * len(groups) <= 12 else PAGE, 2.4, grid="y") as figure:
+        axes = figure.add_subplot(ylabel=name)
+        for i, (text, bars) in enumerate(numbers.items()):
+            heights, errors = [average(v) for v in bars.values()], [deviation(v) or 0.0 for v in bars.values()]
+            look = {"yerr": errors, "label": text, "error_kw": {"linewidth": 0.6}}
+            _bars(axes, i, len(numbers), map(groups.index, bars), heights, **look)
+        turned = len(groups) > 4
+        axes.set_xticks(range(len(groups)), groups, rotation=45 * turned, ha="right" if turned else "center")
+        scale_axis(axes.yaxis, [average(v) for bars in numbers.values() for v in bars.values()])
+        place_legend(figure)
+    return figure
+
+
+def plot_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, Sequence[float]]]]], name: str) -> Figure:
+    """Draws numbers against another one, mean ± standard deviation over seeds, in panels; logarithmic if x is wide.
+
+    Args:
+        panels: The points of each line, as the number on the x-axis and the values of the seeds there, by the name of
+            the x-axis and by label.
+        name: What the numbers are.
+    """
+    rows, columns, width = _grid(len(panels))
+    with new_figure(width, 1.9 * rows + 0.4, grid="both") as figure:
+        for place, (across, lines) in enumerate(panels.items()):
+            axes = figure.add_subplot(rows, columns, place + 1, xlabel=wrapped(across, 2.6))
+            axes.set_ylabel("" if place % columns else name)
+            for i, (text, points) in enumerate(lines.items()):
+                x, y = [at for at, _ in points], [average(values) for _, values in points]
+                spread = [deviation(values) or 0.0 for _, values in points]
+                look = {"elinewidth": 0.6, "capsize": 2, **marked_style(i)}
+                axes.errorbar(x, y, spread if any(spread) else None, label=text, **look)
+            scale_axis(axes.xaxis, [at for points in lines.values() for at, _ in points])
+            tried, *others = (tuple(at for at, _ in points) for points in lines.values())
+            if all(other == tried for other in others):
+                axes.set_xticks(tried, [f"{at:g}" for at in tried])
+        place_legend(figure)
+    return figure
+
+
+def plot_by_client(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]], name: str) -> Figure:
+    """Draws a number of each client by round, a faint point each, and the mean over the clients of a round as a line.
+
+    Args:
+        panels: The rounds and values of each client, by the panel's title.
+        name: What the numbers are.
+    """
+    rows, columns, width = _grid(len(panels))
+    with new_figure(width, 2.1 * rows + 0.3, grid="both") as figure:
+        first = None
+        for place, (title, clients) in enumerate(panels.items()):
+            axes = first = figure.add_subplot(rows, columns, place + 1, title=title, sharey=first)
+            x, y = np.array([point for points in clients.values() for point in points]).T
+            rounds = np.unique(x)
+            axes.plot(x, y, ".", color=COLORS[4], markersize=3, markeredgewidth=0, alpha=0.5, label="a client")
+            axes.plot(rounds, [y[x == at].mean() for at in rounds], color=COLORS[0], label="mean of the clients")
+            axes.set(ylabel="" if place % columns else name, xlabel="round" if place + columns >= len(panels) else "")
+            axes.locator_params(axis="x", integer=True)
+        values = [value for clients in panels.values() for points in clients.values() for _, value in points]
+        scale_axis(axes.yaxis, values)
+        place_legend(figure)
+    return figure
+
+
+CLEAN = "clean"
+
+
+class Accuracy(NamedTuple):
+    """One row of the table of corruptions.
+
+    Attributes:
+        corruption: Name of the corruption; "clean" for the test set itself.
+        severity: 1 to 5; 0 for the test set itself.
+        acc: Share of the test images that are classified correctly.
+    """
+
+    corruption: str
+    severity: int
+    acc: float
+
+
+def read_corruptions(path: Path) -> list[Accuracy]:
+    """Returns the table that ``fl-lightning corruptions`` writes."""
+    with path.open(newline="") as file:
+        return [Accuracy(row["corruption"], int(row["severity"]), float(row["acc"])) for row in csv.DictReader(file)]
+
+
+def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
+    """Draws the accuracy of one or more runs by corruption, at the highest severity and averaged over all of them.
+
+    A thin line is the accuracy on the clean test set.
+
+    Args:
+        runs: Rows, or the file that contains them, of each run by its label.
+    """
+    tables = {text: read_corruptions(rows) if isinstance(rows, Path) else rows for text, rows in runs.items()}
+    corrupted = [row for rows in tables.values() for row in rows if row.severity]
+    names, highest = list(dict.fromkeys(row.corruption for row in corrupted)), max(row.severity for row in corrupted)
+    with new_figure(COLUMN if len(names) * len(tables) <= 8 else PAGE, 4.2, grid="y") as figure:
+        for place, (title, least) in enumerate(((f"severity {highest}", highest), ("mean over severities", 1))):
+            axes = figure.add_subplot(2, 1, place + 1, title=title, ylabel="test accuracy (%)", ylim=(0, 100))
+            for i, (text, rows) in enumerate(tables.items()):
+                shown = grouped((row.corruption, row.acc) for row in rows if row.severity >= least)
+                heights = [100 * average(shown.get(name, [])) for name in names]
+                _bars(axes, i, len(tables), range(len(names)), heights, label=text)
+                color, dashes = COLORS[i % len(COLORS)], DASHES[i % len(DASHES)]
+                for clean in (row.acc for row in rows if row.corruption == CLEAN):
+                    axes.axhline(100 * clean, color=color, linestyle=dashes, linewidth=0.8, zorder=0)
+            labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
+            axes.set_xticks(range(len(names)), labels, rotation=45, ha="right", rotation_mode="anchor")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     return figure

@@ -10,7 +10,7 @@ from io import StringIO
 from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 from fl_lightning.core import UserError, checked, parse_json, read_json, require, write_atomically
 
@@ -60,14 +60,9 @@ METRICS = (
     Known("client/test/{}_gap", "local minus global", key="local_gap"),
 )
 MAIN = (
-    "server/test/acc",
-    "server/test/miou",
-    "server/test/loss",
-    "client/train/loss",
-    "server/clients/acc_worst_decile",
-    "flatness/lambda_max",
-    "flatness/discrepancy",
-)
+    "server/test/acc", "server/test/miou", "server/test/loss", "client/train/loss", "server/clients/acc_worst_decile",
+    "flatness/lambda_max", "flatness/discrepancy",
+)  # fmt: skip
 """Metrics that a run shows while it trains and in its figure, if it measures them."""
 
 
@@ -189,11 +184,7 @@ class Series(Sequence[tuple[int, float]]):
         """Returns the number of pairs."""
         return len(self.rounds)
 
-    @overload
-    def __getitem__(self, at: int) -> tuple[int, float]: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[tuple[int, float]]: ...
-    def __getitem__(self, at: int | slice) -> Any:
+    def __getitem__(self, at: Any) -> Any:
         """Returns a pair, or a list of some."""
         if isinstance(at, slice):
             return [*zip(self.rounds[at], self.values[at], strict=True)]

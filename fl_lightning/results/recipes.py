@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import UserError, ensure
+from fl_lightning.results.configs import load_yaml
 from fl_lightning.results.papers import PAPERS, Cell
-from fl_lightning.results.yaml_text import load_yaml
 
 CODE = {"FL-Simulator": "configs/presets/flsim", "FL-SAM": "configs/presets/flsam"}
 """Tables of the README files of the papers' codes, whose settings are others, and the presets of these codes."""

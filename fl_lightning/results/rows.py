@@ -28,8 +28,8 @@ from typing import Any
 import yaml
 
 from fl_lightning.core import UserError, ensure, json_text, make_folder, parse_json, write_atomically
+from fl_lightning.results.configs import load_yaml
 from fl_lightning.results.metrics import FILE, table_text
-from fl_lightning.results.yaml_text import load_yaml
 
 CONFIG, ROW, ABOUT = "config.yaml", "row.json", "about.yaml"
 """Of a row: its config, and whose run it is. Of a store: title, text, and the reference's name."""

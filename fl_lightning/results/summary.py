@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_lightning.core import PositiveInt, checked, ensure, read_json
-from fl_lightning.results.configs import config_files, read_config
+from fl_lightning.results.configs import config_of
 from fl_lightning.results.metrics import (
     CLOCK,
     FILE,
@@ -74,8 +74,8 @@ def eval_last_of(folder: Path) -> int:
     Raises:
         UserError: If the file is not readable.
     """
-    if configs := list(config_files(folder).values()):
-        trainer = read_config(configs[-1]).get("trainer")
+    if config := config_of(folder):
+        trainer = config.get("trainer")
         value = trainer.get("eval_last") if isinstance(trainer, dict) else None
     else:
         value = read_json(folder / SUMMARY, dict, {}).get("last")

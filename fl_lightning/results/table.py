@@ -325,9 +325,12 @@ def tabulars(
     """
     widths = [max(map(len, [*head.split(" "), *cells])) for head, *cells in zip(heads, *plain, strict=True)]
     if keys > 1 and sum(widths[:keys]) + BETWEEN * keys > ACROSS / 2:
-        plain, rows = ([[str(i), *row] for i, row in enumerate(of, 1)] for of in (plain, rows))
+        plain, rows = ([[str(i), *row] for i, row in enumerate(cells, 1)] for cells in (plain, rows))
         return tabulars(["#", *heads], plain, rows, 1, keys + 1)
-    stacks = [[tex(line.replace("\u00a0", " ")) for line in wrap(*of)] for of in zip(heads, widths, strict=True)]
+    stacks = [
+        [tex(line.replace("\u00a0", " ")) for line in wrap(head, width)]
+        for head, width in zip(heads, widths, strict=True)
+    ]
     tables = []
     for part in divided([width + BETWEEN for width in widths], ACROSS, keys):
         top = [_stacked(stacks[i]) for i in part]

@@ -1,17 +1,22 @@
 """Tables and lines on the terminal: what is too wide is divided, and neither a number nor a word is cut."""
 
 import copy
+import os
 import re
 import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+
+from fl_lightning.core import ensure, make_folder, write_atomically
 
 TEXT = 30
 """Most characters in a line of a text, in a table that is too wide."""
@@ -132,3 +137,40 @@ def divided(widths: Sequence[float], room: float, keys: int) -> list[list[int]]:
 
 def _length(cell: object) -> int:
     return max(map(cell_len, Text.from_markup(str(cell)).plain.splitlines()), default=0)
+
+
+def console() -> Console:
+    """Returns a console as wide as the terminal, or COLUMNS; without them, in a file or pipe, of 160 columns."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
+
+
+def show_table(table: Table, keys: int = 1, text: int = TEXT) -> None:
+    """Prints a table, divided if it is too wide; see `fitting`."""
+    screen = console()
+    for part in fitting(table, screen.width, keys, text):
+        screen.print(part)
+
+
+def short_path(folder: Path) -> str:
+    """Returns a path from the working folder on, if it lies there."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+
+def write_new(folder: str, files: Mapping[str, str]) -> None:
+    """Writes files into a folder, which is created, and prints their paths.
+
+    Args:
+        folder: The folder.
+        files: The texts, by file name.
+
+    Raises:
+        UserError: If the folder is not empty (hidden files and __pycache__ do not count), or cannot be written to;
+            nothing is written then.
+    """
+    target = make_folder(folder, "folder")
+    there = sorted(path.name for path in target.iterdir() if not path.name.startswith((".", "__")))
+    ensure(not there, f"folder = {folder}: not empty, it has {', '.join(there[:3])}; choose a new folder")
+    for name, text in files.items():
+        write_atomically(target / name, text)
+        print(target / name)

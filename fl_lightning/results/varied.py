@@ -159,7 +159,7 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
         )
         for group, config in zip(groups, configs, strict=True)
     )
-    cells = {at: _together(", ".join(at), of) for at, of in parts.items()}
+    cells = {at: _together(", ".join(at), alike) for at, alike in parts.items()}
     rows, columns = (sorted({at[i] for at in cells}, key=_order) for i in (0, 1))
     run = groups[0].runs[0]
     form = Column("mean", "mean", "mean", run.mode, fraction=known(run.metric).unit == "fraction")
@@ -251,8 +251,8 @@ class Tried:
             for column, texts in zip(columns, self.settings.values(), strict=True)
         ]
         numbers = (self.settings, lost["importances_mean"].tolist(), lost["importances_std"].tolist(), signs)
-        found = sorted((Importance(*of) for of in zip(*numbers, strict=True)), key=lambda each: -each.lost)
-        return found, (
+        unsorted = (Importance(*row) for row in zip(*numbers, strict=True))
+        return sorted(unsorted, key=lambda importance: -importance.lost), (
             f"{n} configs; R² that a random forest loses when a setting is shuffled; on configs that it has not seen, "
             f"its R² is {forest.oob_score_:.2f}"
         )

@@ -10,7 +10,7 @@ from fl_lightning.core import UserError, ensure, files, json_text, read_json
 from fl_lightning.results import SUMMARY, config_files, is_private, read_config
 from fl_lightning.results.configs import EXECUTION, group_id
 from fl_lightning.results.metrics import DIRECTIONS, FILE
-from fl_lightning.results.report.files import PROVENANCE
+from fl_lightning.results.report import PROVENANCE
 from fl_lightning.results.rows import CONFIG, ROW, Store, config_text
 from fl_lightning.trainer import RunFolder
 

@@ -1,13 +1,13 @@
-"""The controller of a sweep: its trials, their outcomes, and the best settings."""
+"""The controller of a sweep: its trials, their outcomes, their early end, and the best settings."""
 
 import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import yaml
 
 from fl_lightning.core import PositiveInt, json_text, make_folder, read_json, require, write_atomically
-from fl_lightning.results import SUFFIX, average, read_config, read_run, rounds_done, window_of, write_table
-from fl_lightning.sweeps.early import StopEarly
-from fl_lightning.sweeps.file import Objective, Sweep
+from fl_lightning.results import SUFFIX, average, config_of, read_run, rounds_done, window_of, write_table
+from fl_lightning.results.metrics import FILE
+from fl_lightning.sweeps import trials
+from fl_lightning.sweeps.file import Hyperband, Objective, Sweep
 from fl_lightning.sweeps.parameters import Settings
 from fl_lightning.sweeps.trials import (
     NAMED,
@@ -25,14 +26,16 @@ from fl_lightning.sweeps.trials import (
     Build,
     Check,
     Early,
+    MustWaitError,
     Outcome,
     Trial,
     in_order,
     name_of,
     newest_run,
+    outcome,
     run_trials,
 )
-from fl_lightning.trainer import InUse, RunFolder, locked
+from fl_lightning.trainer import Callback, InUse, Run, check_interruption, in_use, locked
 from fl_lightning.trainer.storage.provenance import PARTITION
 
 BATCH = 4
@@ -200,18 +203,17 @@ class Controller:
         rows = []
         for trial in self.trials:
             state, done, value = self.state(trial)
-            ended = self.outcomes.get(trial.name)
-            where, error = (ended.folder, ended.error) if ended else (newest_run(trial, self.folder), None)
+            so_far = self.outcomes.get(trial.name) or Outcome(trial, newest_run(trial, self.folder))
             settings = [trial.settings.get(key, "") for key in keys]
-            rows.append([trial.name, *settings, state, done, "" if value is None else value, where or "", error or ""])
+            rows.append([trial.name, *settings, state, done, value, so_far.folder, so_far.error])
         head = ["trial", *keys, "state", "rounds", self.objective.name, "folder", "error"]
         best = self.best()
         run = self.outcomes[best[1][0].name].folder if best else None
-        config = read_config(newest) if run and (newest := RunFolder(run).newest_config).exists() else None
+        config = config_of(run) if run else {}
         while True:
             with suppress(InUse), locked(self.folder, WRITES):  # other calls on this folder write them, too
                 write_table(self.folder / "sweep.csv", head, rows)
-                if config is not None:
+                if config:
                     kept = {key: value for key, value in config["trainer"].items() if key not in OF_TRIAL}
                     text = yaml.safe_dump({**config, "trainer": kept}, sort_keys=False)
                     write_atomically(self.folder / "best.yaml", text)
@@ -234,3 +236,93 @@ class Controller:
         best = self.best()
         target, sign = self.objective.target, self.objective.sign
         return best is not None and target is not None and sign * best[2] <= sign * target
+
+
+class StopEarly(Callback):
+    """Ends a trial by Hyperband's rule.
+
+    At a bracket a trial is compared with those before it that have reached this bracket. So the decisions are those of
+    trials that run one after another, also where several run at once: a trial waits at a bracket for those before it.
+
+    Args:
+        rule: The rule.
+        metric: The metric, a column of ``metrics.csv``.
+        sign: 1 if smaller is better, -1 if larger is. A value that is not finite counts as the worst.
+        folder: The folder of all trials.
+        order: All trials in their order, which is the same in each call on the folder.
+        trial: The trial.
+        not_awaited: Names of trials of which what they have reached counts: they have ended, or reach no bracket after
+            this one, as they are trained in the same program.
+    """
+
+    def __init__(
+        self,
+        rule: Hyperband,
+        metric: str,
+        sign: int,
+        folder: Path,
+        order: Sequence[Trial],
+        trial: Trial,
+        not_awaited: Collection[str],
+    ) -> None:
+        self.rule, self.metric, self.sign, self.folder = rule, metric, sign, folder
+        self.before, self.not_awaited = order[: [earlier.name for earlier in order].index(trial.name)], not_awaited
+        self.own: list[float] = []
+        self.stopped = 0
+        """The round after which the trial ended; 0: none."""
+
+    def on_fit_start(self, run: Run) -> None:
+        self.own = [*self._values(run.folder.path)]
+        run.should_stop |= 0 < self.stopped == run.rounds_done
+
+    def on_round_end(self, run: Run) -> None:
+        if self.metric not in run.round_metrics:
+            return
+        self.own.append(self._loss(run.round_metrics[self.metric]))
+        reached = len(self.own)
+        if reached in self.rule.brackets(reached) and self.rule.stops(
+            self.own, [*(self._reached(trial, reached) for trial in self.before), self.own]
+        ):
+            run.should_stop, self.stopped = True, run.rounds_done
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stopped": self.stopped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.stopped = state["stopped"]
+
+    def _reached(self, trial: Trial, evaluations: int) -> Sequence[float]:
+        """Returns the values of a trial when it has been evaluated so often, or has ended.
+
+        Raises:
+            MustWaitError: If nobody trains it.
+        """
+        while True:
+            ended = trial.name in self.not_awaited or outcome(trial, self.folder) is not None
+            values = self._values(newest_run(trial, self.folder))
+            if ended or len(values) >= evaluations:
+                return values
+            if not in_use(self.folder / trial.name, trials.LOCK):
+                raise MustWaitError(f"{trial.name} comes first")
+            check_interruption()
+            time.sleep(trials.POLL_S)
+
+    def _values(self, folder: Path | None) -> Sequence[float]:
+        try:
+            found = (folder / FILE).stat() if folder else None
+        except FileNotFoundError:  # somebody has removed the run
+            found = None
+        if folder is None or found is None:
+            return ()
+        values = _read(folder, self.metric, (found.st_mtime_ns, found.st_size))
+        return [self._loss(value) for value in values]
+
+    def _loss(self, value: float) -> float:
+        """Returns a value that is to be small."""
+        return self.sign * value if math.isfinite(value) else math.inf
+
+
+@lru_cache(10_000)
+def _read(folder: Path, metric: str, version: tuple[int, int]) -> list[float]:
+    """Returns the values of a metric in a run folder; a file is read again only when its version has changed."""
+    return [value for _, value in read_run(folder).get(metric, [])]

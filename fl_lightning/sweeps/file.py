@@ -4,12 +4,15 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul, truediv
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 
 from fl_lightning.core import Checked, Interval, PositiveInt, UserError, ensure, folded, require
+from fl_lightning.core.options import check_values
 from fl_lightning.results import SUFFIX, headline, load_yaml
 from fl_lightning.results.metrics import best_of, read_run
 from fl_lightning.sweeps.parameters import LARGEST, Bayes, Parameter, Search, draws, flatten, grid
@@ -49,18 +52,11 @@ class Hyperband(Checked, key="early_terminate"):
 
     def brackets(self, evaluations: int) -> list[int]:
         """Returns the brackets up to a number of evaluations, ascending."""
-        found: list[float] = []
         if self.max_iter is not None:
-            at = float(self.max_iter)
-            for _ in range(self.s):
-                at /= self.eta
-                found.insert(0, at)
+            points = [*accumulate([self.eta] * self.s, truediv, initial=float(self.max_iter))][:0:-1]
         else:
-            at = float(self.min_iter or 1)
-            while int(at) <= evaluations and len(found) < 100:
-                found.append(at)
-                at *= self.eta
-        return [int(at) for at in found if 1 <= at < evaluations + 1]
+            points = [*accumulate([self.eta] * 99, mul, initial=float(self.min_iter or 1))]
+        return [int(at) for at in points if 1 <= at < evaluations + 1]
 
     def stops(self, history: Sequence[float], histories: Sequence[Sequence[float]]) -> bool:
         """Returns whether a trial ends.
@@ -77,7 +73,15 @@ class Hyperband(Checked, key="early_terminate"):
         return (history[at - 1] if self.strict else min(history)) > there[int(len(there) / self.eta)]
 
 
-KEYS = ("method", "metric", "parameters", "early_terminate", "run_cap", "command")
+KEYS = {
+    "method": Literal["grid", "random", "bayes"],
+    "metric": dict | None,
+    "parameters": Any,
+    "early_terminate": dict | None,
+    "run_cap": Annotated[int, Interval(f"[1, {LARGEST}]")] | None,
+    "command": Any,
+}
+"""Keys of a sweep's file that count here, and the forms of their values, as far as nothing else checks these."""
 LABELS = ("program", "name", "description", "project", "entity")
 """Keys that name the sweep on W&B, or concern W&B's agent alone."""
 COMMANDS = ("fit", "centralized")
@@ -125,7 +129,7 @@ class Objective(Checked, key="metric"):
             case ".max" | ".min":
                 return best_of(pairs, "max" if self.name.endswith(".max") else "min")[1]
             case "":
-                return pairs[-1][1]
+                return float(pairs[-1][1])
             case _:
                 return headline(folder, self.column)
 
@@ -174,24 +178,19 @@ class Sweep:
         for key in given:
             remedy = f"not supported here; {path} may have {', '.join((*KEYS, *LABELS))}"
             require(key in (*KEYS, *LABELS), str(key), given[key], remedy)
-        method, cap = given.get("method"), given.get("run_cap")
-        require(method in ("grid", "random", "bayes"), "method", method, "choose from grid, random, bayes")
-        require(
-            cap is None or (type(cap) is int and 1 <= cap <= LARGEST),
-            "run_cap",
-            cap,
-            f"an integer from 1 to {LARGEST:,}",
-        )
+        given = {**dict.fromkeys(KEYS), **given}
+        check_values("", given, KEYS)
+        method, cap = given["method"], given["run_cap"]
         ensure(
             cap is not None or method == "grid",
             f"run_cap: missing; {method} has no end, give the number of settings to try",
         )
-        entries = flatten(given.get("parameters"))
+        entries = flatten(given["parameters"] or {})
         ensure(bool(entries), "parameters: missing; give at least one")
         objective, early = _entry(Objective, given), _entry(Hyperband, given)
         for key, present in (("early_terminate", early is not None), ("method = bayes", method == "bayes")):
             ensure(objective is not None or not present, f"metric: missing; {key} needs it")
-        command, args = _command(given.get("command"))
+        command, args = _command(given["command"])
         parameters = tuple(Parameter.of(key, entry) for key, entry in entries.items())
         for parameter in parameters if method == "grid" else ():
             parameter.grid()
@@ -213,12 +212,8 @@ class Sweep:
 
 def _entry(kind: type[Entry], given: Mapping[str, Any]) -> Entry | None:
     """Returns what the entry under the key of a class describes; None: there is no such entry."""
-    key = kind.config_key
-    if key not in given:
-        return None
-    settings = given[key]
-    require(isinstance(settings, Mapping), key, settings, "give a mapping, as W&B has it")
-    return kind(**{str(name): value for name, value in settings.items()})
+    settings = given[kind.config_key]
+    return None if settings is None else kind(**{str(name): value for name, value in settings.items()})
 
 
 def _command(given: Any) -> tuple[str, tuple[str, ...]]:

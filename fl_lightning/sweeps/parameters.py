@@ -1,7 +1,7 @@
 """Parameters of a sweep as W&B defines them: their values in a grid, and draws from their distributions."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, product
 from statistics import NormalDist
@@ -9,22 +9,47 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.core import ensure, imported, numpy_generator, require
+from fl_lightning.core import Positive, ensure, imported, numpy_generator, require
+from fl_lightning.core.options import check_values
 
-NUMBERS = {
-    "int_uniform": ("min", "max"),
-    "uniform": ("min", "max"),
-    "log_uniform": ("min", "max"),
-    "log_uniform_values": ("min", "max"),
-    "inv_log_uniform": ("min", "max"),
-    "inv_log_uniform_values": ("min", "max"),
-    "normal": ("mu", "sigma"),
-    "log_normal": ("mu", "sigma"),
-    "beta": ("a", "b"),
+
+def _beta(u: float, a: float, b: float) -> float:
+    from scipy.stats import beta
+
+    return float(beta.ppf(u, a, b))
+
+
+def _log_uniform(u: float, low: float, high: float) -> float:
+    return math.exp(low + u * (high - low))
+
+
+def _log_uniform_values(u: float, low: float, high: float) -> float:
+    return _log_uniform(u, math.log(low), math.log(high))
+
+
+NUMBERS: dict[str, tuple[tuple[str, str], Callable[[float, Any, Any], float]]] = {
+    "int_uniform": (("min", "max"), lambda u, low, high: low + min(int(u * (high - low + 1)), high - low)),
+    "uniform": (("min", "max"), lambda u, low, high: low + u * (high - low)),
+    "log_uniform": (("min", "max"), _log_uniform),
+    "log_uniform_values": (("min", "max"), _log_uniform_values),
+    "inv_log_uniform": (("min", "max"), lambda u, low, high: _log_uniform(u, -high, -low)),
+    "inv_log_uniform_values": (("min", "max"), _log_uniform_values),
+    "normal": (("mu", "sigma"), lambda u, mu, sigma: NormalDist(mu, sigma).inv_cdf(u)),
+    "log_normal": (("mu", "sigma"), lambda u, mu, sigma: math.exp(NormalDist(mu, sigma).inv_cdf(u))),
+    "beta": (("a", "b"), _beta),
 }
-"""Distributions of numbers, and their settings; with q_ before the name, draws are rounded to multiples of q."""
+"""Distributions of numbers: their settings, and the number below which a share u of the draws lies.
+
+With q_ before the name, draws are rounded to multiples of q.
+"""
 QUANTIZED = ("uniform", "log_uniform", "log_uniform_values", "normal", "log_normal", "beta")
 DEFAULTS = {"mu": 0.0, "sigma": 1.0, "a": 1.0, "b": 1.0, "q": 1.0}
+FORMS = {
+    "values": list,
+    **dict.fromkeys(("min", "max", "mu"), float),
+    **dict.fromkeys(("sigma", "a", "b", "q"), Positive),
+}
+"""What settings of a distribution may be."""
 LISTS = {"constant": ("value",), "categorical": ("values",), "categorical_w_probabilities": ("values", "probabilities")}
 LARGEST = 100_000
 """Settings of the largest grid."""
@@ -55,7 +80,8 @@ class Parameter:
         where = f"parameters.{key}"
         require(isinstance(given, Mapping), where, given, "give a mapping, such as {values: [0.05, 0.1]}")
         kind = given.get("distribution") or _default_distribution(given)
-        known = {**NUMBERS, **{f"q_{name}": (*NUMBERS[name], "q") for name in QUANTIZED}, **LISTS}
+        known = {name: names for name, (names, _) in NUMBERS.items()} | LISTS
+        known |= {f"q_{name}": (*known[name], "q") for name in QUANTIZED}
         if str(kind) not in known and (inner := _nested(given)):
             form = f"{key.rpartition('.')[2]}: {{parameters: {{{inner.partition('.')[0]}: ...}}}}"
             ensure(False, f"{where}: nested settings stand under parameters; write {form}, or {key}.{inner} as one key")
@@ -70,9 +96,7 @@ class Parameter:
         options = {name: given.get(name, DEFAULTS.get(name)) for name in names}
         for name, value in options.items():
             ensure(name in given or value is not None, f"{where}.{name}: missing; {kind} needs {', '.join(names)}")
-            if kind not in LISTS:
-                number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-                require(number, f"{where}.{name}", value, "give a number")
+        check_values(where, options, FORMS)
         cls._check(where, kind, options)
         return cls(key, kind, options)
 
@@ -80,7 +104,7 @@ class Parameter:
     def _check(where: str, kind: str, options: Mapping[str, Any]) -> None:
         if "values" in options:
             values = options["values"]
-            require(isinstance(values, list) and bool(values), f"{where}.values", values, "give a list")
+            require(bool(values), f"{where}.values", values, "give a list with a value")
         if "probabilities" in options:
             shares = options["probabilities"]
             numbers = isinstance(shares, list) and all(
@@ -92,8 +116,6 @@ class Parameter:
             low, high = options["min"], options["max"]
             require(low < high, f"{where}.min", low, f"less than max = {high}")
             require(not kind.endswith("_values") or low > 0, f"{where}.min", low, f"{kind} needs a positive one")
-        for name in ("sigma", "a", "b", "q"):
-            require(options.get(name, 1) > 0, f"{where}.{name}", options.get(name), "more than 0")
 
     def grid(self) -> Sequence[Any]:
         """Returns all values, in order.
@@ -128,31 +150,9 @@ class Parameter:
             n = len(choices)
             ends = [*list(accumulate(self.options.get("probabilities", [1 / n] * n)))[:-1], 1.0]
             return choices[next(i for i, end in enumerate(ends) if u <= end)]
-        options, base = self.options, self.distribution.removeprefix("q_")
-        if base == "int_uniform":
-            n = options["max"] - options["min"] + 1
-            return options["min"] + min(int(u * n), n - 1)
-        low, high = options.get("min", 0.0), options.get("max", 0.0)
-        if base.endswith("_values"):  # the others take exponents
-            low, high = math.log(low), math.log(high)
-            if base.startswith("inv"):
-                low, high = -high, -low
-        match base.removesuffix("_values"):
-            case "uniform":
-                x = low + u * (high - low)
-            case "log_uniform":
-                x = math.exp(low + u * (high - low))
-            case "inv_log_uniform":
-                x = math.exp(-(high - u * (high - low)))
-            case "normal":
-                x = NormalDist(options["mu"], options["sigma"]).inv_cdf(u)
-            case "log_normal":
-                x = math.exp(NormalDist(options["mu"], options["sigma"]).inv_cdf(u))
-            case _:
-                from scipy.stats import beta
-
-                x = float(beta.ppf(u, options["a"], options["b"]))
-        return round(x / options["q"]) * options["q"] if "q" in options else x
+        names, quantile = NUMBERS[self.distribution.removeprefix("q_")]
+        x = quantile(u, *(self.options[name] for name in names))
+        return round(x / self.options["q"]) * self.options["q"] if "q" in self.options else x
 
 
 def _default_distribution(given: Mapping[str, Any]) -> str:

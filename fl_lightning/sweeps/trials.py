@@ -16,7 +16,7 @@ from typing import Any
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import DivergenceError, UnwrittenError, UserError, ensure, folded, grouped, make_folder
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.results import SUMMARY, differences, read_config, read_run, rounds_done
+from fl_lightning.results import SUMMARY, config_of, differences, read_run, rounds_done
 from fl_lightning.sweeps.workers import train_here, train_in_processes
 from fl_lightning.trainer import Callback, FederatedTrainer, InUse, RunFolder, check_unused, locked, loop, parallel_runs
 
@@ -157,7 +157,7 @@ def run_trials(
             yield replace(found, kept=True)
     place_of = {trial.name: k for k, trial in enumerate(in_order(trials))}
     todo.sort(key=lambda trial: place_of[trial.name])
-    groups = deque(Group(of, over) for of in _groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
+    groups = deque(Group(alike, over) for alike in _groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
 
     def put_back(left: Sequence[Trial]) -> None:
         """Puts trials, each on its own, at their places in the order."""
@@ -259,9 +259,9 @@ def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
 def _check_same(trial: Trial, folder: Path, check: Check) -> None:
     """Checks that the newest run of a trial, if it has one, has the settings of the trial."""
     newest = newest_run(trial, folder)
-    if newest is not None and (path := RunFolder(newest).newest_config).is_file():
-        found = differences(read_config(path), check(trial))
-        ensure(not found, f"{newest} was trained with {', '.join(found)}; put that back, or take another folder")
+    if newest is not None and (config := config_of(newest)):
+        others = differences(config, check(trial))
+        ensure(not others, f"{newest} was trained with {', '.join(others)}; put that back, or take another folder")
 
 
 def _train(folder: Path, build: Build, resume: bool, early: Early | None, group: Group) -> list[Outcome]:

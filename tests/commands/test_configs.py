@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.commands.shared.configs import config_names, configs_folder, find_config
+from fl_lightning.commands.shared.arguments import config_names, configs_folder, find_config
 from fl_lightning.core import UserError
 from tests.runs import cli
 

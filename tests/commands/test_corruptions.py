@@ -13,11 +13,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fl_lightning import SGD, Arrays, Checkpoints, FedAvg, FederatedTrainer, UserError
-from fl_lightning.commands.corruptions import evaluate_corruptions, run
+from fl_lightning.commands.corruptions import evaluate_corruptions, means, run
 from fl_lightning.core.rng import numpy_generator
 from fl_lightning.data.images import CORRUPTIONS, corrupted_cifar
 from fl_lightning.data.samples import Batch
-from fl_lightning.results.numbers import means, plot_corruptions, read
+from fl_lightning.results.curves import plot_corruptions, read_corruptions
 from tests.runs import cli
 
 N = 12
@@ -164,7 +164,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (last,) = (tmp_path / "runs").rglob("last.ckpt")
     cli("corruptions", f"--ckpt_path={last}", folder)  # by the config of its run
     (table,) = (tmp_path / "runs").rglob("corruptions.csv")
-    rows = read(table)
+    rows = read_corruptions(table)
     assert len(rows) == 1 + 19 * 5 and table.parent.name == "version_0"
     assert f"all {means(rows)['all']:.4f}" in capsys.readouterr().out
     with Image.open(table.with_suffix(".png")) as image:

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.commands.main import COMMANDS
+from fl_lightning.commands.shared.arguments import config_names
 from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.configs import config_names
-from fl_lightning.commands.shared.early import check_early
-from fl_lightning.commands.shared.index import FILE, help_of, index, keys_of
+from fl_lightning.commands.shared.index import FILE, ArgumentsError, help_of, index, keys_of
 from fl_lightning.commands.shared.messages import explain
-from fl_lightning.commands.shared.unknown import ArgumentsError
+from fl_lightning.commands.shared.parser import check_early
 
 
 @pytest.mark.slow
@@ -191,6 +190,10 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
         ("--trainer.loggers+=TensorBordLogger", "trainer.loggers = TensorBordLogger: no such class; did you mean T"),
         ("--trainer.callbacks [Trajectory", "give [Trajectory], or --trainer.callbacks+=Trajectory"),
         ("--model.help FedSamm", "model.help = FedSamm: no such class; did you mean FedSAM, "),
+        (
+            "--data FederatedDataModule",
+            "data = FederatedDataModule: an abstract class; give one below it that defines l",
+        ),
         ("--trainer.faults 0.5", "trainer.faults = 0.5: no such class; choose from Faults. A class of your own"),
         ("--model.metrics acc", "model.metrics = acc: expected a list; give [acc], or --model.metrics+=acc"),
         (
@@ -270,6 +273,7 @@ PASSES = """
 --config quickstart --model.parts '[{class_path: other.Part}]' --model.mine 3
 --config quickstart --model fl_lightning.algorithms.fedsam.FedSAM --model.rho 0.1
 --config quickstart --model.help=FedSAM
+--config quickstart --model.loss '{class_path: my.Loss, init_args: {weights: {0: 1.0, 1: 2.0}}}'
 --config quickstart --values model.rho=0.1,0.2 --seeds 0,1
 --config quickstart --print_config
 --config here.yaml --model Mine

@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from fl_lightning.commands import fit
-from fl_lightning.commands.shared.arguments import prepare
+from fl_lightning.commands.shared.arguments import configs_folder, find_config, prepare
 from fl_lightning.commands.shared.cli import FederatedCLI
-from fl_lightning.commands.shared.configs import configs_folder, find_config
 from fl_lightning.sweeps.file import Sweep
 from tests.runs import DIGITS, cli, metrics
 

@@ -21,10 +21,10 @@ from torch import nn
 import fl_lightning
 import fl_lightning.commands.shared.cli  # every class of the package is defined then
 from fl_lightning import SAM, SGD, Checkpoints, Digits, DigitsMLP, Dirichlet, FedAvg, FederatedTrainer, UserError
-from fl_lightning.commands.shared.early import check_early
-from fl_lightning.commands.shared.unknown import ArgumentsError
+from fl_lightning.commands.shared.index import ArgumentsError
+from fl_lightning.commands.shared.parser import check_early
 from fl_lightning.core import LATER, Checked, Interval, NonNegative
-from fl_lightning.results.yaml_text import load_yaml
+from fl_lightning.results.configs import load_yaml
 from tests.runs import cli
 
 POOL: dict[str, Any] = {

@@ -19,7 +19,7 @@ from PIL import Image
 
 from fl_lightning import algorithms
 from fl_lightning.commands.shared import prediction
-from fl_lightning.commands.shared.configs import find_config
+from fl_lightning.commands.shared.arguments import find_config
 from fl_lightning.core.rng import numpy_generator
 from fl_lightning.engine import catalogue
 from tests import generated, renew

@@ -18,9 +18,9 @@ import yaml
 import fl_lightning
 from fl_lightning import DigitsMLP, UserError
 from fl_lightning.commands.main import COMMANDS
-from fl_lightning.commands.shared.early import check_early
+from fl_lightning.commands.shared.index import ArgumentsError
 from fl_lightning.commands.shared.messages import explain
-from fl_lightning.commands.shared.unknown import ArgumentsError
+from fl_lightning.commands.shared.parser import check_early
 from tests.bad_inputs import COMPARED, bad_inputs, write_bad_files
 from tests.runs import DIGITS, cli, last, newest, process, run
 
@@ -409,6 +409,9 @@ def fedavg(**init_args: Any) -> dict[str, Any]:
             {"trainer": {"faults": {"drop": 0.3}}},
             ("trainer.faults.drop = 0.3", "did you mean trainer.faults.drop_after or "),
         ),
+        ({3: 4}, ("config = ", "config.yaml: 3 = 4: no name of a setting; give its name")),
+        ({"trainer": {3: 4}}, ("config.yaml: 3 = 4: no name of a setting; give its name",)),
+        ({"model": {"class_path": "FedAvg", "init_args": {3: 4}}}, ("config.yaml: 3 = 4: no name of a setting",)),
         ({"models": "FedAvg"}, ("models: no such setting (did you mean model?)",)),
         ({"method": "grid"}, ("method: a sweep's file is no config; give it to `fl-lightning sweep`",)),
         ({"data": made("Digits", batchsize=3)}, ("data.batchsize = 3", "did you mean data.batch_size")),

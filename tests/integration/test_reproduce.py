@@ -20,8 +20,7 @@ from fl_lightning.data.images import CORRUPTIONS
 from fl_lightning.results.compare import compare
 from fl_lightning.results.papers import PAPERS, find
 from fl_lightning.results.recipes import figures
-from fl_lightning.results.report.files import read_group
-from fl_lightning.results.report.page import papers
+from fl_lightning.results.report import papers, read_group
 from fl_lightning.sweeps.reproduction import why_not
 from tests import generated
 from tests.runs import cli

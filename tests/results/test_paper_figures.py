@@ -10,7 +10,7 @@ import pytest
 
 from fl_lightning.commands.shared.paper_figures import DRAWN, LANDSCAPES, differing, panels
 from fl_lightning.core.errors import UserError
-from fl_lightning.results.numbers import plot_bars, plot_by_client, plot_lines
+from fl_lightning.results.curves import plot_bars, plot_by_client, plot_lines
 from fl_lightning.results.papers import PAPERS
 from fl_lightning.results.recipes import Selection, figure, figures
 from fl_lightning.sweeps.reproduction import figure_tasks, select, tasks

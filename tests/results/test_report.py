@@ -20,8 +20,7 @@ from matplotlib.figure import Figure
 from fl_lightning.commands.report import draw
 from fl_lightning.results.compare import compare
 from fl_lightning.results.metrics import read_measurements
-from fl_lightning.results.report.files import densities, read_group, spectra
-from fl_lightning.results.report.page import Runs
+from fl_lightning.results.report import Runs, densities, read_group, spectra
 from fl_lightning.results.table import Column, cell, columns, label
 from tests.results.folders import configured
 from tests.runs import cli, run

@@ -146,11 +146,11 @@ def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"method": "annealing"}, "method = annealing: choose from"),
-        ({"method": None}, "method = None: choose from"),
+        ({"method": "annealing"}, "method = annealing: give one of grid, random, bayes"),
+        ({"method": None}, "method = None: give one of grid, random, bayes"),
         ({"method": "random"}, "run_cap: missing; random"),
         ({"method": "bayes", "run_cap": 3}, "metric: missing; method = bayes"),
-        ({"run_cap": 0}, "run_cap = 0: an integer"),
+        ({"run_cap": 0}, "run_cap = 0: give a whole number from 1 to 100,000"),
         ({"scheduler": {}}, "scheduler = .*: not supported here"),
         ({"parameters": {}}, "parameters: missing"),
         ({"parameters": {"a": 3}}, "parameters.a = 3: give a mapping"),

@@ -14,7 +14,7 @@ import pytest
 from fl_lightning import Checkpoints
 from fl_lightning.results import metrics
 from fl_lightning.sweeps import trials
-from fl_lightning.sweeps.early import StopEarly
+from fl_lightning.sweeps.controller import StopEarly
 from fl_lightning.sweeps.file import Hyperband
 from fl_lightning.sweeps.trials import Built, MustWaitError, Trial, run_trials
 from fl_lightning.trainer import Callback, Run, RunFolder, locked

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fl_lightning.core.errors import UserError
 from fl_lightning.results.papers import find, our_number
-from fl_lightning.sweeps import reproduction_table
+from fl_lightning.sweeps import reproduction
 from fl_lightning.sweeps.reproduction import Line, Task, declared, line, mark, select, tasks, why_not
 from fl_lightning.sweeps.trials import Outcome, Trial
 from tests.results.folders import write
@@ -160,7 +160,7 @@ def test_numbers_up_to_a_target(tmp_path: Path) -> None:
     never = finished(tmp_path / "column" / "never" / "seed_0" / "version_0", {6: 0.1})
     found = line(cell, [Outcome(Trial("c", ()), never)])
     assert found.errors == (f"{never}: rounds@74 is not reached",)
-    assert reproduction_table.texts(found) == ["FedSMOO, rounds@74", "not reached", "194", "", "0 of 1"]
+    assert reproduction.line_cells(found) == ["FedSMOO, rounds@74", "not reached", "194", "", "0 of 1"]
 
 
 def test_eigenvalue_of_the_client_that_has_one_class_alone(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_eigenvalue_of_the_client_that_has_one_class_alone(tmp_path: Path) -> No
     assert our_number(tmp_path, "lambda_global@cat") is None
     (cell,) = find(paper="fedgloss", table="1", algorithm="FedAvg", metric="lambda_local@cat")
     lines = [line(cell, [Outcome(Trial("a", ()), tmp_path)], 0.5, "--data.alpha 1 --trainer.clients_per_round 7")]
-    reproduction_table.write(lines, tmp_path)
+    reproduction.write_lines(lines, tmp_path)
     said = "local models, own data of 4 clients (20), operator hessian"
     with_settings = ", with --data.alpha 1 --trainer.clients_per_round 7"
     text = (tmp_path / "table.md").read_text()
@@ -241,11 +241,11 @@ def test_numbers_of_the_runs(runs: tuple[Task, list[Outcome]]) -> None:
 def test_tables(runs: tuple[Task, list[Outcome]], tmp_path: Path) -> None:
     found = lines(*runs)
     console = Console(width=100, record=True, file=(tmp_path / "terminal").open("w"))
-    console.print(reproduction_table.table(found))
+    console.print(reproduction.table_of(found))
     shown = console.export_text()
     assert "fedgloss, Table 6: 0.2 % of the rounds" in shown
     assert "FedGloSS+SAM, lambda_max" in shown and "2 of 3" in shown
-    reproduction_table.write(found, tmp_path)
+    reproduction.write_lines(found, tmp_path)
     with (tmp_path / "table.csv").open(newline="") as file:
         rows = {row["metric"]: row for row in csv.DictReader(file)}
     assert float(rows["acc"]["ours"]) == pytest.approx(23.25) and rows["acc"]["value"] == "83.9"

@@ -21,7 +21,7 @@ import torch
 from fl_lightning import SGD, Checkpoints, Digits, DigitsMLP, FederatedTrainer, FedSAM, UserError
 from fl_lightning.core import DivergenceError
 from fl_lightning.sweeps import trials, workers
-from fl_lightning.sweeps.early import StopEarly
+from fl_lightning.sweeps.controller import StopEarly
 from fl_lightning.sweeps.file import Hyperband
 from fl_lightning.sweeps.trials import Built, Group, Trial, name_of, newest_run, run_trials
 from fl_lightning.trainer.run import Callback, Run

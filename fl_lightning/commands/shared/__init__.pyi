@@ -1,13 +1,10 @@
-from .arguments import PARTS as PARTS
+from .arguments import config_names as config_names
+from .arguments import configs_folder as configs_folder
+from .arguments import find_config as find_config
 from .arguments import prepare as prepare
 from .arguments import said_of as said_of
 from .arguments import seeds_of as seeds_of
 from .arguments import without as without
 from .cli import FederatedCLI as FederatedCLI
 from .cli import to_continue as to_continue
-from .configs import config_names as config_names
-from .configs import configs_folder as configs_folder
-from .configs import find_config as find_config
-from .output import console as console
-from .output import show_table as show_table
-from .output import write_new as write_new
+from .index import PARTS as PARTS

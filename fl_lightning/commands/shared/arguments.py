@@ -1,6 +1,7 @@
-"""Turns arguments as people and W&B's agent write them into what the parser reads."""
+"""Turns arguments as people and W&B's agent write them into what the parser reads; finds configs by their names."""
 
 import ast
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,11 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from fl_lightning.commands.shared.configs import find_config
-from fl_lightning.commands.shared.index import fitting_classes
-from fl_lightning.core import UserError, require
+from fl_lightning.commands.shared.index import PARTS, fitting_classes
+from fl_lightning.core import UserError, ensure, require
 from fl_lightning.results import ONLY_PYTHON, NoValueError, load_yaml, only_python, read_config
 from fl_lightning.trainer import RunFolder
 
-PARTS = ("trainer", "model", "data")
-"""Parts of a config."""
 SETTINGS = (*PARTS, "config")
 """First parts of the names of a run's settings."""
 
@@ -221,7 +219,7 @@ def _readable(arg: str) -> str:
     if not equals or _option(arg) not in PARTS:
         return arg
     try:
-        load_yaml(value, get_loader("yaml"))
+        _check_names(name[2:].removesuffix("+"), load_yaml(value, get_loader("yaml")))
     except NoValueError as error:
         raise UserError(f"{name[2:]} = {value:.60}: {error}; give another one") from None
     except yaml.YAMLError:
@@ -231,11 +229,25 @@ def _readable(arg: str) -> str:
 
 def _loadable(config: Path) -> Path:
     """Refuses the config of a run that a program has made of objects that no config can name."""
+    with suppress(yaml.YAMLError):  # which the parser names
+        _check_names(f"config = {config}", settings_in(config), settings=True)
     unnamed = only_python(settings_in(config)) if ONLY_PYTHON.search(config.read_text(encoding="utf-8")) else {}
     for key, text in unnamed.items():
         remedy = "made by a program, and a config cannot; run the program, or name a class of a module"
         raise UserError(f"config = {config}: {key} = {text:.80}: {remedy}")
     return config
+
+
+def _check_names(where: str, value: Any, settings: bool = False) -> None:
+    """Refuses a name of a setting that is no text, as in ``{3: 4}``; a mapping that is a value may have such keys."""
+    for entry in value if isinstance(value, list) else ():
+        _check_names(where, entry)
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        named = settings or "class_path" in value
+        ensure(
+            isinstance(key, str) or not named, f"{where}: {key} = {inner!s:.60}: no name of a setting; give its name"
+        )
+        _check_names(where, inner, named and key in ("trainer", "init_args"))
 
 
 def _logger(value: str) -> str:
@@ -254,3 +266,44 @@ def _yaml(value: str) -> str:
         return json.dumps(ast.literal_eval(value))
     except (ValueError, SyntaxError, TypeError):
         return value  # YAML already
+
+
+SUFFIX = ".yaml"
+
+
+def configs_folder() -> Path:
+    """Returns the folder of the configs: in a clone next to the package, in an installed wheel inside it."""
+    package = Path(__file__).parents[2]
+    shipped = package / "configs"
+    return shipped if shipped.is_dir() else package.parent / "configs"
+
+
+def config_names() -> list[str]:
+    """Returns the names of all configs, sorted; a name is a path below the folder without suffix."""
+    folder = configs_folder()
+    return sorted(path.relative_to(folder).as_posix()[: -len(SUFFIX)] for path in folder.rglob(f"*{SUFFIX}"))
+
+
+def find_config(name: str, key: str = "config") -> Path:
+    """Returns the file of a config.
+
+    Args:
+        name: A path, or the name of a config of the package.
+        key: What it is given for, for the message.
+
+    Raises:
+        UserError: If there is neither.
+    """
+    checkpoint = key == "config" and name.endswith(".ckpt")
+    ensure(not checkpoint, f"{key} = {name}: a checkpoint; give it as --ckpt_path")
+    if Path(name).is_file():
+        return Path(name)
+    # a path of a clone works from an installed wheel, too
+    short, names = name.removeprefix("configs/").removesuffix(SUFFIX), config_names()
+    if short in names:
+        return configs_folder() / f"{short}{SUFFIX}"
+    ensure(not Path(name).is_dir(), f"{key} = {name}: a folder; give a config of it, such as config.yaml")
+    ends = [known for known in names if known.endswith(f"/{short.rpartition('/')[2]}")]
+    near = ends or difflib.get_close_matches(short, names, cutoff=0.5)
+    hint = f"did you mean {', '.join(near[:4])}?" if near else "`fl-lightning configs` lists the names"
+    raise UserError(f"{key} = {name}: no such file or config; {hint}")

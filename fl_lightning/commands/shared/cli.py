@@ -16,10 +16,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
 from fl_lightning import FederatedDataModule, LocalObjective
-from fl_lightning.commands.shared.arguments import PARTS, kept, lists_classes, model_of_configs, prepare, settings_in
+from fl_lightning.commands.shared.arguments import kept, lists_classes, model_of_configs, prepare, settings_in
+from fl_lightning.commands.shared.index import PARTS
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
 from fl_lightning.core import LEFT_OUT, UserError, ensure, generator, hidden, require
-from fl_lightning.results import differences, flatten, read_config, say
+from fl_lightning.results import config_of, differences, flatten, say
 from fl_lightning.trainer import FederatedTrainer, Kind, RunFolder, on_rank_zero
 from fl_lightning.trainer.storage import checkpoint
 
@@ -64,9 +65,9 @@ def to_continue(
     else:
         return ckpt_path
     run = RunFolder.of_checkpoint(path)
-    if not run.config.is_file():
+    if not (config := config_of(run.path)):
         return ckpt_path  # it was started from Python
-    differ = differences(read_config(run.newest_config), trainer.config)
+    differ = differences(config, trainer.config)
     if other := [line for line in differ if OTHER_RUN.match(line)]:
         raise UserError(
             f"ckpt_path = {ckpt_path}: the newest run, {run.path}, has {', '.join(other)}; name the run that you mean: "
@@ -79,11 +80,10 @@ def to_continue(
 
 def _of_same_config(trainer: FederatedTrainer, folder: Path) -> str | None:
     """Returns the last checkpoint of the newest run in a folder that has this config."""
-    found = folder.glob(f"version_*/{RunFolder.CHECKPOINTS}/last.ckpt")
-    paths = sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    configs = ((path, RunFolder.of_checkpoint(path).newest_config) for path in paths)
-    kept = ((path, read_config(config)) for path, config in configs if config.is_file())
-    return next((str(path) for path, config in kept if not differences(config, trainer.config)), None)
+    checkpoints = folder.glob(f"version_*/{RunFolder.CHECKPOINTS}/last.ckpt")
+    newest_first = sorted(checkpoints, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    configs = ((path, config_of(RunFolder.of_checkpoint(path).path)) for path in newest_first)
+    return next((str(path) for path, config in configs if config and not differences(config, trainer.config)), None)
 
 
 for name in fl_lightning.__all__:  # a class goes by its bare name once it is imported

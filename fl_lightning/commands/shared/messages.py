@@ -9,16 +9,20 @@ from importlib import import_module
 from itertools import groupby
 from typing import Any
 
-from fl_lightning.commands.shared.configs import config_names
-from fl_lightning.commands.shared.index import entry, fitting_classes, help_of, index, setting_names
-from fl_lightning.commands.shared.unknown import (
+from fl_lightning.commands.shared.arguments import config_names
+from fl_lightning.commands.shared.index import (
     FOREIGN,
     MOST,
     ArgumentsError,
+    entry,
     first_of,
+    fitting_classes,
     given_value,
+    help_of,
     import_problem,
+    index,
     keys_above,
+    setting_names,
     unknown_class,
     unknown_of,
     unknown_option,
@@ -62,7 +66,8 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         message = re.sub(rf"^ *- Option '{name}' is not accepted\n", "", message, flags=re.MULTILINE)
     message = re.sub(r'( *- Parser key "\w+":\n.*\n)\1+', r"\1", message)
     refusal = _Refusal(message, configs, command)
-    return next(filter(None, (rule(refusal) for rule in RULES)), folded(message, MOST))
+    rules = ((rule, refusal.find(pattern)) for pattern, rule in RULES)
+    return next(filter(None, (rule(refusal, match) for rule, match in rules if match)), folded(message, MOST))
 
 
 @dataclass(frozen=True)
@@ -102,25 +107,14 @@ class _Refusal:
         return max([self.above, *nested], key=lambda key: key.count("."))
 
 
-def _unreadable_config(refusal: _Refusal) -> str | None:
-    if not refusal.find("Problems parsing config|Unexpected config|codec can't decode"):
-        return None
+def _unreadable_config(refusal: _Refusal, match: re.Match[str]) -> str:
     words = re.sub(r"Problems parsing config:|(?<= )in \"<\w+ string>\",|: *\Z", "", refusal.message)
     what = folded(words, MOST)
     remedy = "" if "; " in what else "; give YAML with model, data and trainer"
     return f"config = {' or '.join(refusal.configs)}: {what}{remedy}"
 
 
-def _config_of_a_value(refusal: _Refusal) -> str | None:
-    if match := refusal.find(r"Invalid content in sub-config file (\S+\.py):"):
-        return unknown_class(refusal.path, match[1], "")
-    if "Unable to load config" in refusal.message:
-        value = first_of("config .(.*).$", refusal.message)
-        return f"{refusal.keys[0]} = {value:.60}: give a mapping of settings"
-    return None
-
-
-def _callback_of_lightning(refusal: _Refusal) -> str | None:
+def _callback_of_lightning(refusal: _Refusal, match: re.Match[str]) -> str | None:
     if refusal.path != "trainer.callbacks":
         return None
     given = " ".join(re.findall(r"(?:Given value|[Ii]mport path).*", refusal.message))
@@ -130,39 +124,32 @@ def _callback_of_lightning(refusal: _Refusal) -> str | None:
     return next((callback_of_lightning(n) for at, n in names if hasattr(theirs, n) and (at, n) != ours), None)
 
 
-def _form_of_a_class(refusal: _Refusal) -> str | None:
+def _form_of_a_class(refusal: _Refusal, match: re.Match[str]) -> str | None:
     key = refusal.keys[0] if refusal.keys else ""
     misshapen = next(_misshapen(key, given_value(refusal.message)), None)
     return misshapen or _classless(refusal.above, refusal.message)
 
 
-def _failed_import(refusal: _Refusal) -> str | None:
-    path, message = refusal.path, refusal.message
-    name = first_of(r"Given value: (?:.*?(?:'class_path': |val=)')?([A-Za-z_][\w.]*\.[A-Z]\w*)", message)
-    if problem := import_problem(name) if name else "":
-        return f"{path} = {name}: {problem}; mend this file, or give another class"
-    if match := refusal.find(r"Problem with given class_path '([\w.]+)':\s+(.*)"):
-        remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
-        return f"{path or 'class_path'} = {match[1]}: {folded(match[2], MOST)}{remedy}"
-    return None
+def _failed_import(refusal: _Refusal, match: re.Match[str]) -> str | None:
+    problem = import_problem(match[1])
+    return f"{refusal.path} = {match[1]}: {problem}; mend this file, or give another class" if problem else None
 
 
-def _unknown_name(refusal: _Refusal) -> str | None:
-    path, message = refusal.path, refusal.message
-    if match := refusal.find(r"-(?:-([\w.]+))?\.help: .*import path string: *(.*)"):
-        path = ".".join([*refusal.keys[:1], match[1]])
-        return f"{path}.help = {unknown_class(path, match[2], '').partition(' = ')[2]}"
-    if match := refusal.find(r"import path (?:string|format): *(.*)"):
-        return unknown_class(path, match[1], message[: match.start()].rpartition("Parser key")[2])
-    if match := refusal.find(r"(?:Option|accept option) '([^']+)'"):
-        return unknown_option(refusal.above, match[1], message)
-    return None
+def _problem_of_a_class(refusal: _Refusal, match: re.Match[str]) -> str:
+    remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
+    return f"{refusal.path or 'class_path'} = {match[1]}: {folded(match[2], MOST)}{remedy}"
 
 
-def _unrecognized(refusal: _Refusal) -> str | None:
-    match = refusal.find(r"unrecognized arguments: (-*)([^\s=]+)[\s=]?(.*)")
-    if match is None:
-        return None
+def _unknown_class_of_help(refusal: _Refusal, match: re.Match[str]) -> str:
+    path = ".".join([*refusal.keys[:1], match[1]])
+    return f"{path}.help = {unknown_class(path, match[2], '').partition(' = ')[2]}"
+
+
+def _unknown_class(refusal: _Refusal, match: re.Match[str]) -> str:
+    return unknown_class(refusal.path, match[1], refusal.message[: match.start()].rpartition("Parser key")[2])
+
+
+def _unrecognized(refusal: _Refusal, match: re.Match[str]) -> str:
     (dashes, name, value), command = match.groups(), refusal.command
     if dashes == "--":
         return unknown_of(command, name, value) or unknown_option("", name, f"val='{value}'")
@@ -183,35 +170,27 @@ def _unrecognized(refusal: _Refusal) -> str | None:
     return f"{dashes}{name}: no option; options have two dashes, as in --{example}"
 
 
-def _missing(refusal: _Refusal) -> str | None:
-    if match := refusal.find(r"argument --([\w.]+): expected one argument"):
-        return f"{match[1]}: missing; give a value"
-    if match := refusal.find(r"arguments are required: (.*)"):
-        if "ckpt_path" in match[1].split(", "):
-            return "ckpt_path: missing; give a checkpoint, such as --ckpt_path runs/.../checkpoints/last.ckpt"
-        path, command = refusal.path, refusal.command
-        if not path and match[1] not in ("data, model", "data", "model"):
-            return f"{match[1]}: missing; {_places(command, match[1])}see `fl-lightning {command} --help`"
-        names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
-        instead = "" if path else ", --config (such as quickstart) or --ckpt_path (runs/...)"
-        return f"{names}: missing; give a value{instead}"
-    if match := refusal.find(r"^ *- (\S+ = \w+: needs .*)"):  # a class whose package is missing
-        return match[1]
-    return None
+def _missing(refusal: _Refusal, match: re.Match[str]) -> str:
+    if "ckpt_path" in match[1].split(", "):
+        return "ckpt_path: missing; give a checkpoint, such as --ckpt_path runs/.../checkpoints/last.ckpt"
+    path, command = refusal.path, refusal.command
+    if not path and match[1] not in ("data, model", "data", "model"):
+        return f"{match[1]}: missing; {_places(command, match[1])}see `fl-lightning {command} --help`"
+    names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
+    instead = "" if path else ", --config (such as quickstart) or --ckpt_path (runs/...)"
+    return f"{names}: missing; give a value{instead}"
 
 
-def _unexpected(refusal: _Refusal) -> str | None:
-    match = refusal.find(r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$")
-    if match is None:
-        return None
+def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
     path, message = refusal.path, refusal.message
     kind, value = match[1], match[2] or first_of(r"Given value: (.*)", message)
     nested = re.fullmatch(r"NestedArg\(key='([^']+)', val=(.*)\)", value)
     if nested and "." in (above := path.removesuffix(f".{nested[1]}")):
         return _of_no_class(above, nested[1], nested[2].strip("'"))
-    if kind.endswith("is abstract") and re.fullmatch(r"[\w.]+\.\w+", value):
-        abstract: Any = getattr(import_module(value.rpartition(".")[0]), value.rpartition(".")[2])
-        return f"{path} = {value}: an abstract class; define {', '.join(sorted(abstract.__abstractmethods__))}"
+    if abstract := re.search(r"but ([\w.]*) ?is abstract$", kind):
+        module, _, name = (given := abstract[1] or value).rpartition(".")
+        methods = getattr(import_module(module or "fl_lightning"), name).__abstractmethods__
+        return f"{path} = {given}: an abstract class; give one below it that defines {', '.join(sorted(methods))}"
     own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
     if kind == "NoneType" and own:
         return _raised_by_a_class(path, message, own)
@@ -248,18 +227,33 @@ def _raised_by_a_class(path: str, message: str, own: Sequence[str]) -> str:
     return what if re.match(r"[\w.]+ = ", what) and not path else f"{path or 'model, data or trainer'}: {what}"
 
 
-RULES: tuple[Callable[[_Refusal], str | None], ...] = (
-    _unreadable_config,
-    _config_of_a_value,
-    _callback_of_lightning,
-    _form_of_a_class,
-    _failed_import,
-    _unknown_name,
-    _unrecognized,
-    _missing,
-    _unexpected,
+RULES: tuple[tuple[str, Callable[[_Refusal, re.Match[str]], str | None]], ...] = (
+    ("Problems parsing config|Unexpected config|codec can't decode", _unreadable_config),
+    (
+        r"Invalid content in sub-config file (\S+\.py):",
+        lambda refusal, match: unknown_class(refusal.path, match[1], ""),
+    ),
+    (
+        r"Unable to load config .(.*).$",
+        lambda refusal, match: f"{refusal.keys[0]} = {match[1]:.60}: give a mapping of settings",
+    ),
+    ("", _callback_of_lightning),
+    ("", _form_of_a_class),
+    (r"Given value: (?:.*?(?:'class_path': |val=)')?([A-Za-z_][\w.]*\.[A-Z]\w*)", _failed_import),
+    (r"Problem with given class_path '([\w.]+)':\s+(.*)", _problem_of_a_class),
+    (r"-(?:-([\w.]+))?\.help: .*import path string: *(.*)", _unknown_class_of_help),
+    (r"import path (?:string|format): *(.*)", _unknown_class),
+    (
+        r"(?:Option|accept option) '([^']+)'",
+        lambda refusal, match: unknown_option(refusal.above, match[1], refusal.message),
+    ),
+    (r"unrecognized arguments: (-*)([^\s=]+)[\s=]?(.*)", _unrecognized),
+    (r"argument --([\w.]+): expected one argument", lambda _, match: f"{match[1]}: missing; give a value"),
+    (r"arguments are required: (.*)", _missing),
+    (r"^ *- (\S+ = \w+: needs .*)", lambda _, match: match[1]),  # a class whose package is missing
+    (r"Expected an? (?:<class '|typing\.)?(?!path)(.+?)(?:'>)?(?:\. Got value: (.*))?$", _unexpected),
 )
-"""Each returns the message for one kind of mistake, or None; the first that has one counts."""
+"""Kinds of mistakes: what the parser says of them, and the line for it, or None. The first that has a line counts."""
 
 
 def _misshapen(path: str, tree: Any) -> Iterator[str]:

@@ -11,12 +11,12 @@ from fl_lightning.results import (
     EVALUATED,
     MEASURED,
     PaperFigure,
+    config_of,
     our_number,
     plot_bars,
     plot_by_client,
     plot_corruptions,
     plot_lines,
-    read_config,
     summarise,
 )
 from fl_lightning.results.clients import FILE as CLIENTS
@@ -63,12 +63,12 @@ def draw(figure: PaperFigure, made: Made, folder: Path, points: int | None) -> l
     if figure.draws in whole:
         save_figure(whole[figure.draws](figure, made, folder), folder / figure.draws)
     else:
-        for title, of in panels(made).items():
+        for title, shown in panels(made).items():
             place = folder / title.replace("/", "of").replace(", ", "_")
             if figure.draws in (*LANDSCAPES, "line"):
-                _landscape(figure, {label: runs[0] for label, runs in of.items()}, place, points)
+                _landscape(figure, {label: runs[0] for label, runs in shown.items()}, place, points)
             else:
-                save_figure(DRAWN[figure.draws](figure, of), place / figure.draws)
+                save_figure(DRAWN[figure.draws](figure, shown), place / figure.draws)
     return sorted(path for path, written in _pictures(folder).items() if before.get(path) != written)
 
 
@@ -94,7 +94,7 @@ def differing(texts: Sequence[str]) -> list[str]:
     """Returns the parts of texts, which are separated by commas, that not all of the texts have."""
     parts = [text.split(", ") for text in texts]
     common = set(parts[0]).intersection(*parts[1:])
-    return [", ".join(part for part in of if part not in common) for of in parts]
+    return [", ".join(part for part in own if part not in common) for own in parts]
 
 
 def _landscape(figure: PaperFigure, runs: Mapping[str, Path], out: Path, points: int | None) -> None:
@@ -117,15 +117,15 @@ def _title(figure: PaperFigure) -> str:
 
 def _numbers(figure: PaperFigure, made: Made, folder: Path) -> dict[Task, list[float]]:
     """Returns the figure's number of each run, and writes all of them as ``numbers.csv``."""
-    found = {
+    numbers = {
         task: [n for run in runs if (n := our_number(run, figure.value)) is not None] for task, runs in made.items()
     }
-    for task, numbers in found.items():
-        ensure(bool(numbers), f"{made[task][0]}: {figure.value} is not measured; take another --out")
+    for task, values in numbers.items():
+        ensure(bool(values), f"{made[task][0]}: {figure.value} is not measured; take another --out")
     folder.mkdir(parents=True, exist_ok=True)
-    rows = ((column(task.cells[0]), task.cells[0].algorithm, n) for task, of in found.items() for n in of)
+    rows = ((column(task.cells[0]), task.cells[0].algorithm, n) for task, values in numbers.items() for n in values)
     write_table(folder / "numbers.csv", ("column", "row", figure.value), rows)
-    return found
+    return numbers
 
 
 def _bars(figure: PaperFigure, made: Made, folder: Path) -> Figure:
@@ -158,27 +158,28 @@ def _places(made: Made) -> list[str]:
 
 
 def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
-    groups = read({label: [run / FILE for run in of] for label, of in runs.items()})
-    for label, of in groups.items():
+    groups = read({label: [folder / FILE for folder in folders] for label, folders in runs.items()})
+    for label, columns in groups.items():
         for name in figure.metrics:
-            ensure(any(name in run for run in of), f"{runs[label][0]}: {name} is not measured; take another --out")
+            ensure(
+                any(name in measured for measured in columns),
+                f"{runs[label][0]}: {name} is not measured; take another --out",
+            )
     return draw_curves(groups, figure.metrics)
 
 
 def _spectrum(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
-    details = {label: [m["details"] for m in last_measurements(of[0]).values()] for label, of in runs.items()}
-    measured = {label: [of.get("eigenvalues", [None]) for of in its] for label, its in details.items()}
-    found: dict[str, list[float]] = {
-        label: next((values for values in its if None not in values), []) for label, its in measured.items()
-    }
-    for label, values in found.items():
-        ensure(bool(values), f"{runs[label][0]}: no eigenvalues are measured; take another --out")
-    return plot_spectrum(found)
+    spectra = dict[str, list[float]]()
+    for label, (run, *_) in runs.items():
+        lists = (measured["details"].get("eigenvalues", [None]) for measured in last_measurements(run).values())
+        spectra[label] = next((values for values in lists if None not in values), [])
+        ensure(bool(spectra[label]), f"{run}: no eigenvalues are measured; take another --out")
+    return plot_spectrum(spectra)
 
 
 def _clients(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
-    found = {label: _by_client(of[0], figure.value) for label, of in runs.items()}
-    return plot_by_client(found, "accuracy" if figure.value == "accuracy" else _title(figure))
+    panels = {label: _by_client(folders[0], figure.value) for label, folders in runs.items()}
+    return plot_by_client(panels, "accuracy" if figure.value == "accuracy" else _title(figure))
 
 
 def _by_client(run: Path, name: str) -> dict[int, list[tuple[float, float]]]:
@@ -186,8 +187,8 @@ def _by_client(run: Path, name: str) -> dict[int, list[tuple[float, float]]]:
     if name == "accuracy":
         _, rows = read_numbers(run / CLIENTS, "clients", "round", "client")
         return grouped((int(row["client"]), (row["round"], row["acc"])) for row in rows)
-    measured = [found for found in read_measurements(run) if found["name"] == name]
-    values = ((int(k), found["round"], x) for found in measured for k, x in found["details"]["clients"].items())
+    measured = [one for one in read_measurements(run) if one["name"] == name]
+    values = ((int(k), one["round"], x) for one in measured for k, x in one["details"]["clients"].items())
     return grouped((k, (t, x)) for k, t, x in values if x is not None)
 
 
@@ -204,7 +205,7 @@ def _cost(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
 def _corruptions(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
     found = {}
     for label, (run, *_) in runs.items():
-        config = read_config(RunFolder(run).newest_config)
+        config = config_of(run)
         kind, data = value(config, "data.class_path").rpartition(".")[2], value(config, "data.data_dir")
         files = Path(data or "data") / f"{kind.replace('CIFAR', 'CIFAR-')}-C"
         if not (out := run / "corruptions" / "corruptions.csv").is_file():

@@ -7,7 +7,7 @@ import math
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
 from fl_lightning.core import State, UserError, earlier, generator, map_tensors, named_tensors
-from fl_lightning.engine import ENGINES, LocalResult, contract_of
+from fl_lightning.engine import ENGINES, contract_of
 from fl_lightning.trainer import (
     Callback,
     CSVLogger,
@@ -73,10 +73,6 @@ class Clock(Callback):
         self.rounds, self.trained = self.rounds + 1, self.trained + bool(cohort)
         self.lap()
 
-    def on_local_end(self, run: Run, result: LocalResult) -> None:
-        """Begins a lap."""
-        self.lap()
-
     def on_round_end(self, run: Run) -> None:
         """Reads the round's own clock, evaluates, and ends the run when enough is measured."""
         self.seconds["rest"][self.rounds] = rest = run.metrics["time/orchestration_s"]
@@ -90,9 +86,11 @@ class Clock(Callback):
         run.should_stop = self.trained >= MOST or (self.trained >= FEWEST and late)
         self.lap()
 
-    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
+    def on_local_end(self, *args: Any, **kwargs: Any) -> None:
         """Begins a lap."""
         self.lap()
+
+    on_round_logged = on_local_end
 
 
 class Lap(Callback):
@@ -179,9 +177,7 @@ class Measured:
 def measure(
     trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, threads: int | None = None
 ) -> Measured:
-    """Trains the first rounds of a copy of a run, on one process and in a temporary folder.
-
-    Trainer and model stay as they are; the data are loaded.
+    """Trains the first rounds of a copy of a run, on one process and in a temporary folder; the data are loaded.
 
     Args:
         trainer: The trainer.
@@ -203,7 +199,8 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="fl_lightning_plan_") as folder, contextlib.redirect_stdout(io.StringIO()):
         trial.default_root_dir = Path(folder)
         run = trial.fit(copy.deepcopy(model), data)
-    steps = [makespan(of.steps, 1, run.engine_name, trial.client_block) for of in islice(ahead(run), clock.rounds)]
+    rounds = islice(ahead(run), clock.rounds)
+    steps = [makespan(round_.steps, 1, run.engine_name, trial.client_block) for round_ in rounds]
     begin = 1 if any(steps[1:]) else 0  # the first round warms up
     seconds = list(clock.seconds["training"].values())
     return Measured(run, clock, sum(seconds[begin:]) / max(sum(steps[begin:]), 1), peak_memory())

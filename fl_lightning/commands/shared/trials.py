@@ -10,11 +10,10 @@ from rich.markup import escape
 
 from fl_lightning.commands.shared.arguments import prepare
 from fl_lightning.commands.shared.cli import FederatedCLI
+from fl_lightning.commands.shared.index import ArgumentsError
 from fl_lightning.commands.shared.messages import explain
-from fl_lightning.commands.shared.output import show_table
-from fl_lightning.commands.shared.unknown import ArgumentsError
 from fl_lightning.core import UserError
-from fl_lightning.results import average, deviation, filled, read_run, say, shown, title
+from fl_lightning.results import average, deviation, filled, read_run, say, show_table, shown, title
 from fl_lightning.sweeps.trials import Built, Outcome, Trial, check_alone, short
 from fl_lightning.trainer.callbacks.progress import Ending
 

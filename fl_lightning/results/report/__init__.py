@@ -1,1 +1,0 @@
-"""The report of runs: one HTML page that opens offline."""
