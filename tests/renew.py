@@ -22,8 +22,9 @@ from torch import nn
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms import catalogue
+from fl_lightning.results.metrics import markdown
 from fl_lightning.trainer import loop
-from tests import page_code
+from tests import page_code, paper_tables
 from tests.trainer import test_private_outputs
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +78,35 @@ def navigation(text: str) -> str:
     return text[:last] + "".join(lines) + text[last:]
 
 
+LEDGER = DOCS / "ledger/digits_alpha_0.05.md"
+COLUMNS = {
+    "accuracy": "last 100 ↑", "accuracy − FedAvg": "last 100 − FedAvg", "λ_max": "lambda_max ↓", "Δ_F": "discrepancy all ↓"
+}  # fmt: skip
+"""Those of an algorithm's page, and their names in the ledger."""
+
+
+@cache
+def ledger() -> dict[str, dict[str, str]]:
+    """The rows of the ledger's page, by method."""
+    lines = [line for line in LEDGER.read_text().splitlines() if line.startswith("| ")]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+def tuned(text: str) -> str:
+    """A page with its methods' rows of the ledger between ``digits: names`` and ``/digits``, both HTML comments."""
+
+    def table(match: re.Match[str]) -> str:
+        rows = {name: ledger().get(name) for name in match[2].split(", ")}
+        lines = [
+            [name, *((row[column] for column in COLUMNS.values()) if row else ["not measured yet", "", "", ""])]
+            for name, row in rows.items()
+        ]
+        return match[1] + markdown([["tuned", *COLUMNS], *lines]) + match[3]
+
+    return re.sub(r"(<!-- digits: (.*?) -->\n).*?(<!-- /digits -->)", table, text, flags=re.DOTALL)
+
+
 def loop_quotes(text: str) -> str:
     """The page that quotes the loop."""
     bodies = iter([inspect.getsource(function).rpartition('"""\n')[2] for function in (loop.rounds, loop.close)])
@@ -85,7 +115,7 @@ def loop_quotes(text: str) -> str:
 
 def renewals() -> dict[Path, Iterable[Renewal]]:
     """All files that are renewed, but the index of the command line, and what renews each."""
-    pages = {page: (page_code.fill, measured("digits_table.py")) for page in sorted(PAGES.glob("*.md"))}
+    pages = {page: (page_code.fill, tuned) for page in sorted(PAGES.glob("*.md"))}
     table = between("<!-- catalogue -->\n", "<!-- /catalogue -->", catalogue.markdown)
     batch = (ROOT / "examples/slurm.sh").read_text()
     return pages | {
@@ -96,8 +126,8 @@ def renewals() -> dict[Path, Iterable[Renewal]]:
             between("<!-- without rounds -->\n", "\n<!-- /without rounds -->", without_rounds),
         ),
         DOCS / "compression.md": (measured("compression_table.py"),),
-        DOCS / "experiments.md": (measured("paper_tables.py", "renew"),),
-        **{page: (measured("paper_tables.py", "renew"),) for page in sorted(DOCS.glob("experiments/*.md"))},
+        DOCS / "experiments.md": (paper_tables.renew,),
+        **{page: (paper_tables.renew,) for page in sorted(DOCS.glob("experiments/*.md"))},
         DOCS / "guides/cluster.md": (between("```bash\n#!", "```", partial(batch.removeprefix, "#!")),),
         DOCS / "privacy.md": (test_private_outputs.fill,),
         DOCS / "reference.md": (between("<!-- algorithms -->\n", "<!-- /algorithms -->", references),),

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.paper_tables import BLOCK
+from tests.paper_tables import BLOCK
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core import config_of
 from fl_lightning.core.errors import UserError

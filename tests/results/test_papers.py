@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fl_lightning
-from benchmarks.paper_tables import papers
+from tests.paper_tables import papers
 from fl_lightning import nets
 from fl_lightning.core.errors import UserError
 from fl_lightning.results.papers import COLUMNS, PAPERS, Cell, find
