@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import inspect
 import re
-import runpy
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 from torch import nn
 
+from benchmarks import pages
 from fl_lightning import algorithms
 from fl_lightning.algorithms import catalogue
 from fl_lightning.results.metrics import markdown
@@ -28,7 +26,7 @@ from tests import page_code, paper_tables
 from tests.trainer import test_private_outputs
 
 ROOT = Path(__file__).parents[1]
-DOCS, SCRIPTS = ROOT / "docs", ROOT / "benchmarks"
+DOCS = ROOT / "docs"
 PAGES = DOCS / "algorithms"
 Renewal = Callable[[str], str]
 
@@ -37,18 +35,6 @@ def between(start: str, end: str, content: Callable[[], str]) -> Renewal:
     """Replaces what stands between two marks."""
     block = re.compile(f"(?<={re.escape(start)}).*?(?={re.escape(end)})", re.DOTALL)
     return lambda text: block.sub(lambda _: content(), text)
-
-
-@cache
-def names_of(script: str) -> dict[str, Any]:
-    """What a script in benchmarks/ defines."""
-    with patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
-        return runpy.run_path(str(SCRIPTS / script))
-
-
-def measured(script: str, function: str = "fill") -> Renewal:
-    """The function of a script that fills a page with what the script has measured."""
-    return lambda text: names_of(script)[function](text)
 
 
 def modules() -> list[str]:
@@ -80,8 +66,11 @@ def navigation(text: str) -> str:
 
 LEDGER = DOCS / "ledger/digits_alpha_0.05.md"
 COLUMNS = {
-    "accuracy": "last 100 ↑", "accuracy − FedAvg": "last 100 − FedAvg", "λ_max": "lambda_max ↓", "Δ_F": "discrepancy all ↓"
-}  # fmt: skip
+    "accuracy": "last 100 ↑",
+    "accuracy − FedAvg": "last 100 − FedAvg",
+    "λ_max": "lambda_max ↓",
+    "Δ_F": "discrepancy all ↓",
+}
 """Those of an algorithm's page, and their names in the ledger."""
 
 
@@ -115,19 +104,19 @@ def loop_quotes(text: str) -> str:
 
 def renewals() -> dict[Path, Iterable[Renewal]]:
     """All files that are renewed, but the index of the command line, and what renews each."""
-    pages = {page: (page_code.fill, tuned) for page in sorted(PAGES.glob("*.md"))}
+    each = dict.fromkeys(sorted(PAGES.glob("*.md")), (page_code.fill, tuned))
     table = between("<!-- catalogue -->\n", "<!-- /catalogue -->", catalogue.markdown)
     batch = (ROOT / "examples/slurm.sh").read_text()
-    return pages | {
+    return each | {
         PAGES / "index.md": (table,),
         DOCS / "architecture.md": (loop_quotes,),
         DOCS / "clock.md": (
-            measured("clock_figure.py"),
+            between("<!-- hours -->\n", "<!-- end -->", pages.clock_table),
             between("<!-- without rounds -->\n", "\n<!-- /without rounds -->", without_rounds),
         ),
-        DOCS / "compression.md": (measured("compression_table.py"),),
+        DOCS / "compression.md": (between("<!-- compression -->\n", "<!-- /compression -->", pages.compression_table),),
         DOCS / "experiments.md": (paper_tables.renew,),
-        **{page: (paper_tables.renew,) for page in sorted(DOCS.glob("experiments/*.md"))},
+        **dict.fromkeys(sorted(DOCS.glob("experiments/*.md")), (paper_tables.renew,)),
         DOCS / "guides/cluster.md": (between("```bash\n#!", "```", partial(batch.removeprefix, "#!")),),
         DOCS / "privacy.md": (test_private_outputs.fill,),
         DOCS / "reference.md": (between("<!-- algorithms -->\n", "<!-- /algorithms -->", references),),

@@ -153,7 +153,7 @@ NOT_RUN = {
         "make": "it makes the environment that the tests run in, and runs them",
         "pre-commit": "the same",
         "pip": "nothing is installed by a test",
-        "benchmarks/": "they measure for minutes; tests run their functions",
+        "-m benchmarks": "they measure for minutes; tests run their functions",
         "torchrun": "several processes: test_processes.py",
         "flwr ": "it needs flwr, in an environment of its own: tests/flower/test_flower.py",
         "flower-super": "the same",
