@@ -409,12 +409,11 @@ def critical() -> None:
     found = []
     for name in CRITICAL:
         args = f"{DEFAULTS} {name} --trainer.eval_every 200 --trainer.loggers null --trainer.callbacks"
-        found.append(read_metrics(trained(f"critical {name}", args, monitor) / "metrics.csv"))
-    for end in ("", "_server", "_clients", "_own"):
-        both = [
-            [run[f"flatness/{name}"][-1][1] for run in found] for name in ("lambda_max", f"critical_sharpness{end}")
-        ]
-        print(f"critical_sharpness{end}: {spearmanr(*both).statistic:.2f}")
+        metrics = read_metrics(trained(f"critical {name}", args, monitor) / "metrics.csv")
+        found.append({key: values[-1][1] for key, values in metrics.items()})
+    for name in (f"flatness/critical_sharpness{end}" for end in ("", "_server", "_clients", "_own")):
+        pairs = [(run["flatness/lambda_max"], run.get(name, math.inf)) for run in found]  # an empty cell: infinite
+        print(f"{name}: {spearmanr(*zip(*pairs, strict=True)).statistic:.2f}")
 
 
 # docs/gallery.md and notebooks: what their own commands and cells draw
