@@ -252,7 +252,7 @@ def row(player: Player, players: Sequence[Player], against: Iterable[str] = ()) 
     kept = player.kept()
     turns = [player.turns[i] for i in kept]
     units = [unit for turn in turns for unit in turn.units]
-    numbers = {key: median(of(units, key)) for unit in units for key in unit}
+    numbers = {key: median(of(units, key)) for unit in units for key in unit if unit[key] is not None}
     every = of(units, "seconds")
     found: Row = {
         "case": player.case.name, **player.about, "low": min(every), "high": max(every),

@@ -16,7 +16,6 @@ import re
 import time
 from importlib.util import find_spec
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, Case, Row, compete, machine, row
@@ -142,7 +141,9 @@ def main() -> None:
         common = {} if work.startswith("W3") else {"threads": args.threads}
         common |= {"steps": args.steps} if work == "W2" else {}
         for method in args.methods.split(","):
-            chosen = [case for case in cases(work, method, common) if not args.only or case.name in args.only.split(";")]
+            chosen = [
+                case for case in cases(work, method, common) if not args.only or case.name in args.only.split(";")
+            ]
             started = time.perf_counter()
             players = compete(chosen, args.turns, args.rounds, args.seconds)
             about = {"machine": machine(), "work": work, "method": method, "steps": WORKS[work].steps}

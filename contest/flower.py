@@ -19,8 +19,8 @@ from flwr.simulation import run_simulation
 from torch import Tensor
 from torch.nn import functional as F
 
-from contest import workloads
 from benchmarks.harness import Turns
+from contest import workloads
 
 
 class Steps(FedAvg):

@@ -19,14 +19,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from contest import plain
-from contest.ours import OPTIONS, Data
-from contest.workloads import WORKS, Work
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fl_lightning as fl
+from contest import plain
+from contest.ours import OPTIONS, Data
+from contest.workloads import WORKS, Work
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.callbacks import Callback, Checkpoints
 from fl_lightning.trainer.run import Run
