@@ -87,22 +87,26 @@ def run(settings: dict[str, Any], turns: Turns) -> None:
         logits = net(jax.tree.map(lambda v: v.astype(dtype), w), x.astype(dtype), padding).astype(jnp.float32)
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1).mean()
 
-    def step(w: Weights, now: tuple[Any, ...]) -> tuple[Weights, None]:
-        at, *crop = now
-        batch, labels = x[at].astype(jnp.float32) / of.scale, y[at]
-        batch = augmented(batch, *crop) if of.augment else batch
-        g = jax.grad(loss)(w, batch, labels)
-        if settings["method"] == "FedSAM":
-            scale = RHO / (jnp.sqrt(sum(jnp.vdot(v, v) for v in jax.tree.leaves(g))) + 1e-12)
-            g = jax.grad(loss)(jax.tree.map(lambda a, e: a + scale * e, w, g), batch, labels)
-        return jax.tree.map(lambda a, e: a - of.lr * e, w, g), None
+    def train(w: Weights, x: Any, y: Any, draws: tuple[Any, ...]) -> Weights:
+        """All local steps of a client; its draws are its samples, and the crop and flip of each step."""
+
+        def step(w: Weights, now: tuple[Any, ...]) -> tuple[Weights, None]:
+            at, *crop = now
+            batch, labels = x[at].astype(jnp.float32) / of.scale, y[at]
+            batch = augmented(batch, *crop) if of.augment else batch
+            g = jax.grad(loss)(w, batch, labels)
+            if settings["method"] == "FedSAM":
+                scale = RHO / (jnp.sqrt(sum(jnp.vdot(v, v) for v in jax.tree.leaves(g))) + 1e-12)
+                g = jax.grad(loss)(jax.tree.map(lambda a, e: a + scale * e, w, g), batch, labels)
+            return jax.tree.map(lambda a, e: a - of.lr * e, w, g), None
+
+        return jax.lax.scan(step, w, draws)[0]
 
     each: Callable[..., Any] = jax.vmap if settings.get("vmap", True) else lambda f: lambda v: jax.lax.map(f, v)
 
     @jax.jit
-    def round_(w: Weights, draws: tuple[Any, ...]) -> Weights:
-        ends = each(lambda own: jax.lax.scan(step, w, own)[0])(draws)
-        return jax.tree.map(lambda v: v.mean(0), ends)
+    def round_(w: Weights, x: Any, y: Any, draws: tuple[Any, ...]) -> Weights:
+        return jax.tree.map(lambda v: v.mean(0), each(lambda own: train(w, x, y, own))(draws))
 
     draw, weights, first, shape = np.random.default_rng(0), initial(shapes), 0.0, (of.cohort, of.steps)
     turns.ready(jax=jax.__version__)
@@ -112,7 +116,7 @@ def run(settings: dict[str, Any], turns: Turns) -> None:
             cohort = clients[draw.choice(of.clients, of.cohort, replace=False)]
             order = np.resize(draw.permuted(cohort, axis=1).T, (of.steps * of.batch, of.cohort)).T
             crops, flips = draw.integers(0, 2 * PAD + 1, (2, *shape)), draw.integers(0, 2, shape) == 1
-            weights = jax.block_until_ready(round_(weights, (order.reshape(*shape, of.batch), *crops, flips)))
+            weights = jax.block_until_ready(round_(weights, x, y, (order.reshape(*shape, of.batch), *crops, flips)))
             ended = time.perf_counter()
             first = first or ended - began
             peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
