@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.legs import report, science
+from benchmarks.legs.items import Task, machine, machine_name
+from benchmarks.legs.science import engine_for, settings, summary
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.results.metrics import FILE, read_metrics, read_run
 from fl_lightning.results.rows import located
@@ -34,6 +37,10 @@ LATER = {
     f"{MEASURE}.parameters": None,
 }
 """Settings that some of the ledger's rows did not have yet, and their values, which change nothing."""
+
+
+def task(folder: Path, seconds: float) -> Task:
+    return Task("benchmarks.legs.science", "cpu", time.monotonic() + seconds, folder / "gpu.json", [])
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -119,9 +126,7 @@ def test_a_run_that_is_cut_off_keeps_its_results_and_goes_on(tmp_path: Path) -> 
     job = science.Job("FedAvg, long", 1_000_000, 10, fit)
 
     def cut(seconds: float) -> Any:
-        return science.train(
-            job, Task("benchmarks.legs.science", "cpu", time.monotonic() + seconds, tmp_path / "gpu.json", [])
-        )
+        return science.train(job, task(tmp_path, seconds))
 
     none = cut(0.0)
     assert none == {"whole": False, "rounds": 0, "curve": []}
@@ -139,9 +144,7 @@ def test_a_run_that_is_cut_off_keeps_its_results_and_goes_on(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_run_that_fails_is_an_error_with_what_it_has(tmp_path: Path) -> None:
     job = science.Job("FedAvg", 40, 10, [*science.SMALL.split(), "--trainer.max_rounds", "-1"])
-    found = science.train(
-        job, Task("benchmarks.legs.science", "cpu", time.monotonic() + 300, tmp_path / "gpu.json", [])
-    )
+    found = science.train(job, task(tmp_path, 300.0))
     assert "max_rounds" in found["error"] and found["rounds"] == 0 and not found["whole"]
 
 
@@ -152,7 +155,7 @@ def test_report_never_shows_a_cut_run_as_a_whole_one() -> None:
     cut = {"whole": False, "rounds": 2007, **last, **flatness, "flatness_round": 2000, "curve": []}
     none = {"whole": False, "rounds": 0, "curve": [], "error": "out of memory"}
     found = {"FedAvg": whole, "FedGloSS+SAM": cut, "FedASAM+SWA": none, "FedSMOO": {"error": "it crashed"}}
-    explained, table = science(found)
+    explained, table = report.science(found)
     assert "3,000 rounds" in explained and "10,000" in explained
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     first, second, third = lines[2:]
