@@ -126,7 +126,7 @@ def adapters(settings: Settings, turns: Turns) -> Row:
 
 def scaffold(settings: Settings, turns: Turns) -> Row:
     """SCAFFOLD with one step on one sample; of several cohorts in a row, seconds at first contact and later."""
-    began, clients, cohorts = time.perf_counter(), settings["clients"], None
+    clients, cohorts = settings["clients"], None
     if settings["net"] == "large":  # every client takes part twice
         cohorts = 2 * [list(range(k, min(k + COHORT, clients))) for k in range(0, clients, COHORT)]
     rounds = len(cohorts) if cohorts else settings["rounds"]
@@ -135,8 +135,9 @@ def scaffold(settings: Settings, turns: Turns) -> Row:
     watch = Rounds(turns)
     turns.ready()
     with tempfile.TemporaryDirectory() as root:
+        data, began = arrays(root, clients, 1), time.perf_counter()
         made = trainer(root, rounds, watch, fl.Checkpoints(every_n_rounds=50), **options)
-        run = made.fit(fl.SCAFFOLD(net=NETS[settings["net"]](), optimizer=fl.SGD(lr=0.01)), arrays(root, clients, 1))
+        run = made.fit(fl.SCAFFOLD(net=NETS[settings["net"]](), optimizer=fl.SGD(lr=0.01)), data)
         half = len(watch.seconds) // 2
         first, later = (statistics.median(some) for some in (watch.seconds[:half], watch.seconds[half:]))
         rest = time.perf_counter() - began - sum(watch.seconds)

@@ -106,7 +106,7 @@ def tables(rows: list[Row]) -> str:
             for line in of:
                 who = line["contestant"].replace("auto", f"auto ({line.get('engine')})")
                 found.setdefault(who, {})[line["method"]] = line
-            lines = [[f"{work}, {unit} a round", *METHODS, "GB at the peak"]]
+            lines = [[f"{work}: {WORKS[work].ours}, {unit} a round", *METHODS, "GB at the peak"]]
             for who, by in found.items():
                 rounds = [f"{by[method]['round_s'] * scale:.3g}" if method in by else "" for method in METHODS]
                 lines.append([who, *rounds, f"{max(line['peak_gb'] for line in by.values()):.2f}"])

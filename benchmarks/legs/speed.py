@@ -313,7 +313,7 @@ def peer(work: Work, who: str, form: str, seconds: float, **settings: Any) -> Ro
     """
     forget(settings.get("device", ""))
     spec = {"work": work.name.partition(",")[0], "method": "FedAvg", "threads": work.threads, **settings}
-    players = compete([Case(who, f"contest.{who.lower()}.run", spec)], 1, seconds=seconds)
+    players = compete([Case(who, f"contest.{who.lower()}.run", spec, warm=3)], 1, seconds=seconds)
     if not players:
         raise RuntimeError(f"{who} fails; the log has its error")
     found = row(players[0], players)

@@ -154,6 +154,7 @@ NOT_RUN = {
         "pre-commit": "the same",
         "pip": "nothing is installed by a test",
         "-m benchmarks": "they measure for minutes; tests run their functions",
+        "-m contest": "the same",
         "torchrun": "several processes: test_processes.py",
         "flwr ": "it needs flwr, in an environment of its own: tests/flower/test_flower.py",
         "flower-super": "the same",
