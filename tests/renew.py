@@ -18,6 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from benchmarks import pages
+from contest import __main__ as contest
 from fl_lightning import algorithms
 from fl_lightning.algorithms import catalogue
 from fl_lightning.results.metrics import markdown
@@ -76,10 +77,10 @@ COLUMNS = {
 
 @cache
 def ledger() -> dict[str, dict[str, str]]:
-    """The rows of the ledger's page, by method."""
+    """The rows of the ledger's page, by the method's class, with what is added to it."""
     lines = [line for line in LEDGER.read_text().splitlines() if line.startswith("| ")]
     head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    return {row[0].replace("-", ""): dict(zip(head, row, strict=True)) for row in rows}
 
 
 def tuned(text: str) -> str:
@@ -110,6 +111,7 @@ def renewals() -> dict[Path, Iterable[Renewal]]:
     return each | {
         PAGES / "index.md": (table,),
         DOCS / "architecture.md": (loop_quotes,),
+        DOCS / "benchmarks.md": (contest.fill,),
         DOCS / "clock.md": (
             between("<!-- hours -->\n", "<!-- end -->", pages.clock_table),
             between("<!-- without rounds -->\n", "\n<!-- /without rounds -->", without_rounds),
