@@ -337,7 +337,7 @@ def monitor(settings: Settings, turns: Turns) -> None:
     turns.ready()
     with tempfile.TemporaryDirectory() as root:
         watch = fl.FlatnessMonitor(every_n_rounds=10)
-        made = trainer(root, 30, watch, Rounds(turns), clients_per_round=5, local_steps=8)
+        made = trainer(root, settings["rounds"], watch, Rounds(turns), clients_per_round=5, local_steps=8)
         made.fit(fl.FedAvg(net=fl.HsuCNN(), optimizer=fl.SGD(lr=0.05)), data)
 
 
@@ -392,7 +392,7 @@ def suites(small: bool) -> dict[str, tuple[list[Case], list[str]]]:
         ),
         "flatness": (
             [here(what, products, whole=False, what=what, samples=few) for what in ("gradient", "kept", "not kept")]
-            + [here("monitor", monitor, 0, samples=few * 2)],
+            + [here("monitor", monitor, 0, samples=few * 2, rounds=10 if small else 30)],
             ["seconds", "vs gradient", "flatness_s"],
         ),
     }  # fmt: skip

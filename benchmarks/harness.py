@@ -150,7 +150,8 @@ class Player:
         units = self.ask(10**9 if self.case.whole else self.n)
         cpu, foreign = watch.stop()
         self.peak = self._memory("VmHWM")
-        self.turns.append(Turn(units[self.case.warm * self.case.whole :], cpu / len(units), foreign))
+        n = len(of(units, "seconds")) or 1
+        self.turns.append(Turn(units[self.case.warm * self.case.whole :], cpu / n, foreign))
 
     def _memory(self, key: str) -> float:
         return sum(_status(pid, key) for pid in _tree(self.process.pid)) / 2**20
@@ -255,7 +256,7 @@ def row(player: Player, players: Sequence[Player], against: Iterable[str] = ()) 
     numbers = {key: median(of(units, key)) for unit in units for key in unit if unit[key] is not None}
     every = of(units, "seconds")
     found: Row = {
-        "case": player.case.name, **player.about, "low": min(every), "high": max(every),
+        "case": player.case.name, **player.about, **({"low": min(every), "high": max(every)} if every else {}),
         "cpu_s": median(turn.cpu for turn in turns), **numbers, "peak_gb": player.peak,
         "more_gb": player.peak - player.before, "units": len(every), "turns": len(turns),
         "dropped": len(player.turns) - len(turns), "foreign": max(turn.foreign for turn in turns),
