@@ -288,7 +288,7 @@ def cost(trainer: plain.FedAvg, work: Work, client: tuple[torch.Tensor, torch.Te
 def jax_rounds(work: Work, device: str, who: str, form: str) -> dict[str, Any]:
     """JAX on the same device."""
     spec = {name: getattr(work, name) for name in ("clients", "cohort", "samples", "batch", "steps")}
-    found = peer(work, "JAX", form, JAX_SECONDS, **spec, device=device, form=form, vmap=who == JAX)
+    found = peer(work, "JAX", JAX_SECONDS, **spec, device=device, form=form, vmap=who == JAX)
     peak = {"peak_gb": found["device_gb"]} if "device_gb" in found else {}
     return {
         **found["about"],
@@ -302,17 +302,17 @@ def jax_rounds(work: Work, device: str, who: str, form: str) -> dict[str, Any]:
 
 def pfl(work: Work) -> dict[str, Any]:
     """pfl, on the device that it chooses."""
-    return peer(work, "pfl", "float32", 1.0, steps=work.steps)["about"]
+    return peer(work, "pfl", 1.0, steps=work.steps)["about"]
 
 
-def peer(work: Work, who: str, form: str, seconds: float, **settings: Any) -> Row:
+def peer(work: Work, who: str, seconds: float, form: str = "float32", **settings: Any) -> Row:
     """A contestant in a process of its own; what is reported of every one is ``about``.
 
     Raises:
         RuntimeError: If it fails.
     """
     forget(settings.get("device", ""))
-    spec = {"work": work.name.partition(",")[0], "method": "FedAvg", "threads": work.threads, **settings}
+    spec = {"work": work.name.partition(",")[0], "method": "FedAvg", "threads": work.threads, "form": form, **settings}
     players = compete([Case(who, f"contest.{who.lower()}.run", spec, warm=3)], 1, seconds=seconds)
     if not players:
         raise RuntimeError(f"{who} fails; the log has its error")
