@@ -113,32 +113,32 @@ def test_hours_of_devices_are_trained_and_drawn(docs: Path, monkeypatch: pytest.
     assert drawn(docs / "clock.png")
 
 
-def short(name: str, **values: slice) -> None:
+def short(name: str, rounds: int, **values: slice) -> None:
     """A sweep of the package with fewer values, where the program finds it first."""
     sweep = yaml.safe_load((ROOT / f"configs/sweeps/{name}.yaml").read_text())
     for key, part in values.items():
         found = sweep["parameters"][key.replace("__", ".")]
         found["values"] = found["values"][part]
-    sweep["parameters"]["trainer.max_rounds"] = {"value": 200}
+    sweep["parameters"]["trainer.max_rounds"] = {"value": rounds}
     Path("sweeps").mkdir()
     Path(f"sweeps/{name}").write_text(yaml.safe_dump(sweep))
 
 
 @pytest.mark.slow
 def test_a_sweep_of_compression_becomes_rows_table_and_figure(docs: Path) -> None:
-    short("digits_compression", model__parts=slice(4, None))
+    short("digits_compression", 200, model__parts=slice(4, None, 2))
     pages.compression()
     rows = pages.stored(docs / "compression.csv")
     assert [row["round"] for row in pages.runs(rows, "FedSAM", "sign")[0]] == ["100", "200"] and drawn(
         docs / "compression.png"
     )
-    assert {row["bits a number"] for row in rows} == {"1.007", "1.010", "1.011"}
+    assert {row["bits a number"] for row in rows} == {"1.007", "1.010"}
     assert "| FedAvg | topk 0.0224 | 1.01 |" in pages.compression_table(0.5)
 
 
 @pytest.mark.slow
 def test_a_sweep_of_bad_clients_becomes_rows_and_figure(docs: Path) -> None:
-    short("digits_robustness", model=slice(2), trainer__aggregation=slice(2, 4), trainer__faults=slice(3))
+    short("digits_robustness", 12, model=slice(2), trainer__aggregation=slice(2, 4), trainer__faults=slice(3))
     pages.robustness()
     rows = pages.stored(docs / "robustness.csv")
     assert {tuple(row[key] for key in pages.ROBUST[:4]) for row in rows} == {
