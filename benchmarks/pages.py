@@ -121,19 +121,15 @@ WITH = {
     "along: momentum": "--model.along momentum",
 }  # fmt: skip
 """The settings of a run whose name has more than its class."""
-OWN = {
-    "FedAdamW": " --model.optimizer AdamW",
-    "FedMuon": " --model.optimizer Muon",
-    "LocalMuon": " --model.optimizer Muon",
-}
+OWN = ("FedAdamW", "FedMuon", "LocalMuon")
+"""Algorithms with an optimizer of their own."""
 
 
 def default_run(label: str) -> tuple[list[tuple[int, float]], torch.Tensor]:
     """Accuracy by round, and the final weights, of a run with the class's defaults, such as ``FedDyn + SAM``."""
     name, *more = re.split(r" \+ | \(|\)$", label)
-    folder = trained(
-        label, f"{DEFAULTS} {name} {' '.join(WITH.get(part, '') for part in more)}{OWN.get(name, '')} {PLAIN}"
-    )
+    settings = [WITH.get(part, "") for part in more] + ["--model.optimizer null"] * (name in OWN)
+    folder = trained(label, " ".join([DEFAULTS, name, *settings, PLAIN]))
     model = getattr(fl, name).load_from_checkpoint(folder / "checkpoints/last.ckpt", net=fl.DigitsMLP())
     w = torch.cat([p.detach().reshape(-1) for p in model.net.parameters()])
     return read_metrics(folder / "metrics.csv")["server/test/acc"], w
