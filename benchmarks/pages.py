@@ -370,7 +370,7 @@ def draw_robustness() -> None:
     methods, rules, kinds = (list(dict.fromkeys(row[key] for row in rows)) for key in ROBUST[:3])
     kinds.remove("none")
     with new_figure(PAGE, 5.0) as figure:
-        panels = figure.subplots(len(methods), len(kinds), sharex=True, sharey=True)
+        panels = figure.subplots(len(methods), len(kinds), sharex=True, sharey=True, squeeze=False)
         cells = zip(panels.flat, product(methods, kinds), strict=True)
         for (axis, (method, kind)), (i, rule) in product(cells, enumerate(rules)):
             of = [
