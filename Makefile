@@ -97,10 +97,10 @@ docs: dev ## Build the documentation into site/
 	$(RUN) zensical build --strict --clean
 
 bench: venv ## Measure the engines and renew docs/benchmarks.md (a quarter of an hour)
-	$(BIN)/python benchmarks/bench_engine.py
+	$(BIN)/python -m contest
 
 gpu: venv ## Check a CUDA device, measure on it, train the papers' runs (half an hour; again to go on)
-	@$(BIN)/python benchmarks/gpu.py correctness=300 speed=600 science=900 --report docs/guides/gpu.md
+	@$(BIN)/python -m benchmarks.gpu correctness=300 speed=600 science=900 --report docs/guides/gpu.md
 
 clean: ## Remove caches and built files (.venv, runs/ and data/ stay)
 	rm -rf build dist site .cache htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

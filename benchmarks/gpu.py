@@ -1,7 +1,7 @@
 """What this package does on a GPU, in three legs: correctness, speed, science.
 
-    python benchmarks/gpu.py correctness=130
-    python benchmarks/gpu.py speed=180 science=230 -- --data Arrays --data.path cifar10.npz ...
+    python -m benchmarks.gpu correctness=130
+    python -m benchmarks.gpu speed=180 science=230 -- --data Arrays --data.path cifar10.npz ...
 
 A leg does its items in order of value for as many seconds, and gets what the legs before it leave; half a minute after
 the sum of all seconds everything has ended. ``--out`` is written after each item. What is there is not done again, so a
@@ -24,8 +24,7 @@ from itertools import accumulate
 from math import inf
 from pathlib import Path
 
-from legs.items import Results, Task, is_done
-from legs.workers import Leg, fill
+from benchmarks.legs.items import Leg, Results, Task, fill, is_done
 
 LEGS = {"correctness": Leg(jobs=8, seconds=90), "speed": Leg(jobs=1, seconds=60), "science": Leg(jobs=6, seconds=inf)}
 
@@ -52,11 +51,11 @@ def main(arguments: list[str]) -> int:
     try:
         for (name, _), end in zip(args.legs, ends, strict=True):
             results = Results(args.out.absolute(), name)
-            fill(results, Task(f"legs.{name}", args.device, end, results.path, fit), LEGS[name], args.only)
+            fill(results, Task(f"benchmarks.legs.{name}", args.device, end, results.path, fit), LEGS[name], args.only)
             failed |= bool(results.failed)
             print(results.text(), flush=True)
         if args.report:
-            from legs.report import renew
+            from benchmarks.legs.report import renew
 
             renew(args.report, Results(args.out, "").content)
     except ValueError as error:

@@ -48,7 +48,7 @@ start() {
 }
 
 leg() { # the rest are legs and arguments of gpu.py; what hangs all the same ends
-    timeout -k 5 $(($1 + 60)) $PYTHON benchmarks/gpu.py --device "$DEVICE" --out "$OUT/gpu.json" "${@:2}" || echo "rc $?"
+    timeout -k 5 $(($1 + 60)) $PYTHON -m benchmarks.gpu --device "$DEVICE" --out "$OUT/gpu.json" "${@:2}" || echo "rc $?"
 }
 
 keep() { # at most 16 MiB come back: what the runs have measured, not their weights
@@ -70,7 +70,7 @@ measure() {
 unpack() {
     git sparse-checkout disable
     rm -rf .gpu
-    [[ $# -eq 0 ]] || PYTHONPATH=$PWD $PYTHON benchmarks/gpu.py --join "$1/gpu.json" --out docs/gpu.json --report docs/guides/gpu.md
+    [[ $# -eq 0 ]] || PYTHONPATH=$PWD $PYTHON -m benchmarks.gpu --join "$1/gpu.json" --out docs/gpu.json --report docs/guides/gpu.md
 }
 
 case ${1:-} in

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import inspect
 import re
-import runpy
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 from torch import nn
 
+from benchmarks import pages
+from contest import __main__ as contest
 from fl_lightning import algorithms
 from fl_lightning.engine import catalogue
+from fl_lightning.results.metrics import markdown
 from fl_lightning.trainer import loop
-from tests import page_code
+from tests import page_code, paper_tables
 from tests.trainer import test_private_outputs
 
 ROOT = Path(__file__).parents[1]
-DOCS, SCRIPTS = ROOT / "docs", ROOT / "benchmarks"
+DOCS = ROOT / "docs"
 PAGES = DOCS / "algorithms"
 Renewal = Callable[[str], str]
 
@@ -36,18 +36,6 @@ def between(start: str, end: str, content: Callable[[], str]) -> Renewal:
     """Replaces what stands between two marks."""
     block = re.compile(f"(?<={re.escape(start)}).*?(?={re.escape(end)})", re.DOTALL)
     return lambda text: block.sub(lambda _: content(), text)
-
-
-@cache
-def names_of(script: str) -> dict[str, Any]:
-    """What a script in benchmarks/ defines."""
-    with patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
-        return runpy.run_path(str(SCRIPTS / script))
-
-
-def measured(script: str, function: str = "fill") -> Renewal:
-    """The function of a script that fills a page with what the script has measured."""
-    return lambda text: names_of(script)[function](text)
 
 
 def modules() -> list[str]:
@@ -77,6 +65,38 @@ def navigation(text: str) -> str:
     return text[:last] + "".join(lines) + text[last:]
 
 
+LEDGER = DOCS / "ledger/digits_alpha_0.05.md"
+COLUMNS = {
+    "accuracy": "last 100 ↑",
+    "accuracy − FedAvg": "last 100 − FedAvg",
+    "λ_max": "lambda_max ↓",
+    "Δ_F": "discrepancy all ↓",
+}
+"""Those of an algorithm's page, and their names in the ledger."""
+
+
+@cache
+def ledger() -> dict[str, dict[str, str]]:
+    """The rows of the ledger's page, by the method's class, with what is added to it."""
+    lines = [line for line in LEDGER.read_text().splitlines() if line.startswith("| ")]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {row[0].replace("-", ""): dict(zip(head, row, strict=True)) for row in rows}
+
+
+def tuned(text: str) -> str:
+    """A page with its methods' rows of the ledger between ``digits: names`` and ``/digits``, both HTML comments."""
+
+    def table(match: re.Match[str]) -> str:
+        rows = {name: ledger().get(name) for name in match[2].split(", ")}
+        lines = [
+            [name, *((row[column] for column in COLUMNS.values()) if row else ["not measured yet", "", "", ""])]
+            for name, row in rows.items()
+        ]
+        return match[1] + markdown([["tuned", *COLUMNS], *lines]) + match[3]
+
+    return re.sub(r"(<!-- digits: (.*?) -->\n).*?(<!-- /digits -->)", table, text, flags=re.DOTALL)
+
+
 def loop_quotes(text: str) -> str:
     """The page that quotes the loop."""
     bodies = iter([inspect.getsource(function).rpartition('"""\n')[2] for function in (loop.rounds, loop.close)])
@@ -85,19 +105,20 @@ def loop_quotes(text: str) -> str:
 
 def renewals() -> dict[Path, Iterable[Renewal]]:
     """All files that are renewed, but the index of the command line, and what renews each."""
-    pages = {page: (page_code.fill, measured("digits_table.py")) for page in sorted(PAGES.glob("*.md"))}
+    each = dict.fromkeys(sorted(PAGES.glob("*.md")), (page_code.fill, tuned))
     table = between("<!-- catalogue -->\n", "<!-- /catalogue -->", catalogue.markdown)
     batch = (ROOT / "examples/slurm.sh").read_text()
-    return pages | {
+    return each | {
         PAGES / "index.md": (table,),
         DOCS / "architecture.md": (loop_quotes,),
+        DOCS / "benchmarks.md": (contest.fill,),
         DOCS / "clock.md": (
-            measured("clock_figure.py"),
+            between("<!-- hours -->\n", "<!-- end -->", pages.clock_table),
             between("<!-- without rounds -->\n", "\n<!-- /without rounds -->", without_rounds),
         ),
-        DOCS / "compression.md": (measured("compression_table.py"),),
-        DOCS / "experiments.md": (measured("paper_tables.py", "renew"),),
-        **{page: (measured("paper_tables.py", "renew"),) for page in sorted(DOCS.glob("experiments/*.md"))},
+        DOCS / "compression.md": (between("<!-- compression -->\n", "<!-- /compression -->", pages.compression_table),),
+        DOCS / "experiments.md": (paper_tables.renew,),
+        **dict.fromkeys(sorted(DOCS.glob("experiments/*.md")), (paper_tables.renew,)),
         DOCS / "guides/cluster.md": (between("```bash\n#!", "```", partial(batch.removeprefix, "#!")),),
         DOCS / "privacy.md": (test_private_outputs.fill,),
         DOCS / "reference.md": (between("<!-- algorithms -->\n", "<!-- /algorithms -->", references),),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.legs.items import synchronize
 from fl_lightning.trainer.runtime.environment import float32_products, repeatable_convolutions
-from legs.items import wait
 
 LAST = torch.channels_last
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "tf32": torch.float32}
@@ -171,9 +171,9 @@ def best(run: Callable[[], object], device: str) -> float:
 
 def repeated(run: Callable[[], object], times: int, device: str) -> float:
     """Seconds of one of several runs."""
-    wait(device)
+    synchronize(device)
     started = time.perf_counter()
     for _ in range(times):
         run()
-    wait(device)
+    synchronize(device)
     return (time.perf_counter() - started) / times

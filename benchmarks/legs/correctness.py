@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 import fl_lightning as fl
+from benchmarks.harness import ROOT
+from benchmarks.legs import features
+from benchmarks.legs.features import EXACT, agreement, algorithm, compare, data, exact, folder, results, train, verdict
+from benchmarks.legs.items import ENGINES, Item, Task, accelerator
 from fl_lightning import algorithms
 from fl_lightning.trainer import measurements
-from legs import features
-from legs.features import EXACT, agreement, algorithm, compare, data, exact, folder, results, train, verdict
-from legs.items import ENGINES, Item, Task, accelerator
 
 FIRST = ("FedAvg", "FedSAM", "FedGloSS", "FedSMOO", "FedGMT", "FedGF")
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -161,12 +162,12 @@ def processes(count: int, backend: str, device: str) -> dict[str, Any]:
             port = str(free.getsockname()[1])
         env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "gpu"}
         env |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": "1"}
-        command, home = [sys.executable, "-m", "legs.correctness", device, backend, path], Path(__file__).parents[1]
+        command = [sys.executable, "-m", "benchmarks.legs.correctness", device, backend, path]
         children, logs = [], [Path(path, f"{rank}.log") for rank in range(count)]
         for rank, log in enumerate(logs):
             with log.open("w") as file:
                 own = {**env, "RANK": str(rank), "GROUP_RANK": str(rank)}
-                children.append(subprocess.Popen(command, cwd=home, env=own, stdout=file, stderr=file))
+                children.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=file, stderr=file))
         until = time.monotonic() + PATIENCE
         while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
             if time.monotonic() > until:

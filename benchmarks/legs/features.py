@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fl_lightning as fl
+from benchmarks.legs.items import ENGINES, Item, accelerator
 from fl_lightning import algorithms
 from fl_lightning import flatness as measure
 from fl_lightning.core import FlatSpec
@@ -22,7 +23,6 @@ from fl_lightning.engine.record import Records
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.run import Run
-from legs.items import ENGINES, Item, accelerator
 
 BATCHED = ("batched", "graphed")
 EXACT = 1e-9

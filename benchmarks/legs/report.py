@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.legs.items import is_failure
+from benchmarks.legs.science import EVAL_LAST, ROUNDS, SEED, summary
 from fl_lightning.core import UserError
 from fl_lightning.results.metrics import markdown, read_run
 from fl_lightning.results.papers import find
 from fl_lightning.results.rows import located
-from legs.items import is_failure
-from legs.science import EVAL_LAST, ROUNDS, SEED, summary
 
 BLOCK = re.compile(r"(<!-- gpu -->\n).*?(<!-- /gpu -->)", re.DOTALL)
 ENGINES = ("sequential", "batched", "graphed", "compiled")

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any, NamedTuple
 
+from benchmarks.legs.items import Item, Task, accelerator, is_failure, machine, machine_name
 from fl_lightning.results.metrics import read_run, rounds_done
-from legs.items import Item, Task, accelerator, is_failure, machine, machine_name
 
 ROUNDS, EVAL_LAST, SEED = 3000, 100, 0
 """Those of the ledger."""

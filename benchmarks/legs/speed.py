@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -14,25 +11,25 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice, product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from contest import plain
-from contest.ours import OPTIONS, Data
-from contest.workloads import WORKS, Work
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fl_lightning as fl
+from benchmarks.harness import Case, Row, compete, row
+from benchmarks.legs.conv_forms import conv_forms
+from benchmarks.legs.items import ENGINES, Item, Task, accelerator, synchronize
+from contest import plain
+from contest.ours import Data, model_of
+from contest.workloads import WORKS, Work
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.callbacks import Callback, Checkpoints
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.environment import float32_products
-from legs.conv_forms import conv_forms
-from legs.items import ENGINES, Item, Task, accelerator, wait
 
 PLAIN, JAX, FREE = "plain loop", "JAX", "nondeterministic cuDNN"
 FORMATS: dict[str, dict[str, Any]] = {"float32": {}, "tf32": {"tf32": True}, "bf16": {"precision": "bf16-mixed"}}
@@ -219,8 +216,7 @@ def fit(
             )
             for seed, times in enumerate(every)
         ]  # fmt: skip
-        sgd = fl.SGD(lr=work.lr, momentum=work.momentum)
-        models = [getattr(fl, method)(net=getattr(fl, work.ours)(), optimizer=sgd, **OPTIONS[method]) for _ in trainers]
+        models = [model_of(work, method) for _ in trainers]
         if seeds == 1:
             trainers[0].fit(models[0], Data(work))
         else:
@@ -290,32 +286,39 @@ def cost(trainer: plain.FedAvg, work: Work, client: tuple[torch.Tensor, torch.Te
 
 
 def jax_rounds(work: Work, device: str, who: str, form: str) -> dict[str, Any]:
-    """JAX in a process of its own, on the same device.
+    """JAX on the same device."""
+    spec = {name: getattr(work, name) for name in ("clients", "cohort", "samples", "batch", "steps")}
+    found = peer(work, "JAX", JAX_SECONDS, **spec, device=device, form=form, vmap=who == JAX)
+    peak = {"peak_gb": found["device_gb"]} if "device_gb" in found else {}
+    return {
+        **found["about"],
+        "who": who,
+        "rounds": found["units"],
+        "first_s": found["first_s"],
+        "jax": found["jax"],
+        **peak,
+    }
+
+
+def pfl(work: Work) -> dict[str, Any]:
+    """pfl, on the device that it chooses."""
+    return peer(work, "pfl", 1.0, steps=work.steps)["about"]
+
+
+def peer(work: Work, who: str, seconds: float, form: str = "float32", **settings: Any) -> Row:
+    """A contestant in a process of its own; what is reported of every one is ``about``.
 
     Raises:
         RuntimeError: If it fails.
     """
-    forget(device)
-    of_work = {name: getattr(work, name) for name in ("clients", "cohort", "batch", "steps", "lr")}
-    spec = {**of_work, "samples": int(work.samples), "device": device, "form": form, "vmap": who == JAX}
-    spec |= {"seconds": JAX_SECONDS, "rounds": 100}
-    command = [sys.executable, "-m", "legs.jax_rounds", json.dumps(spec)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"JAX ended with exit code {done.returncode}; the log has its error")
-    found = json.loads(done.stdout.splitlines()[-1])
+    forget(settings.get("device", ""))
+    spec = {"work": work.name.partition(",")[0], "method": "FedAvg", "threads": work.threads, "form": form, **settings}
+    players = compete([Case(who, f"contest.{who.lower()}.run", spec, warm=3)], 1, seconds=seconds)
+    if not players:
+        raise RuntimeError(f"{who} fails; the log has its error")
+    found = row(players[0], players)
     about = {"work": work.name, "method": "FedAvg", "who": who, "form": form, "seeds": 1}
-    return {**about, **rates(work, found["round_s"]), **found}
-
-
-def pfl(work: Work) -> dict[str, Any]:
-    """pfl in a process of its own, on the device that it chooses."""
-    from bench_engine import compete
-
-    spec = {"kind": "peer_pfl", "work": work.name, "method": "FedAvg", "steps": work.steps}
-    (player,) = compete({"pfl": spec}, 2, 1, 1.0)
-    about = {"work": work.name, "method": "FedAvg", "who": "pfl", "form": "float32", "seeds": 1}
-    return {**about, **rates(work, median(turn.seconds for turn in player.turns))}
+    return {**found, "about": {**about, **rates(work, found["seconds"])}}
 
 
 def rates(work: Work, seconds: float, seeds: int = 1) -> dict[str, float]:
@@ -331,10 +334,10 @@ def memory(device: str) -> dict[str, float]:
 
 
 def timed(do: Callable[[], object], device: str) -> float:
-    wait(device)
+    synchronize(device)
     started = time.perf_counter()
     do()
-    wait(device)
+    synchronize(device)
     return time.perf_counter() - started
 
 

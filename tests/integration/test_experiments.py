@@ -16,7 +16,6 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.paper_tables import BLOCK
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core import config_of
 from fl_lightning.core.errors import UserError
@@ -24,6 +23,7 @@ from fl_lightning.results.papers import PAPERS, Cell, find
 from fl_lightning.results.recipes import CODE, columns, figure, recipe, rows
 from fl_lightning.sweeps.reproduction import figure_tasks, select, tasks
 from tests import generated
+from tests.paper_tables import BLOCK
 from tests.runs import cli, last, metrics, newest
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tarfile
@@ -16,6 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+
+from benchmarks.gpu import join, main
+from benchmarks.legs.correctness import verdict
+from benchmarks.legs.items import Leg, Results, Task, fill, machine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGE = "# Title\n\n<!-- gpu -->\nNothing yet.\n<!-- /gpu -->\n\nThe end.\n"
@@ -38,7 +41,7 @@ def items(task):
 def start(folder: Path, *args: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", *args]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", *args]
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -65,24 +68,15 @@ def processes_in(folder: Path) -> list[str]:
     return [command for command in found if command]
 
 
-@pytest.fixture
-def legs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-@pytest.mark.usefixtures("legs")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    main = runpy.run_path(str(BENCHMARKS / "gpu.py"))["main"]
     assert main(["correctness=1"]) == 1
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and "no CUDA device" in said.err
 
 
-@pytest.mark.usefixtures("legs")
 def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ratios, floors, the papers' numbers, errors and what was not reached; and no empty table."""
-    main = runpy.run_path(str(BENCHMARKS / "gpu.py"))["main"]
     page, out = tmp_path / "page.md", tmp_path / "gpu.json"
     page.write_text(PAGE)
     assert main(["--out", str(out), "--report", str(page)]) == 1
@@ -126,23 +120,16 @@ def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.Capture
     assert "MOON, compiled" in text and "Not reached: FedSAM, FedGMT" in text
 
 
-@pytest.mark.usefixtures("legs")
 def test_verdict_of_a_nan_is_no() -> None:
-    from legs.correctness import verdict  # type: ignore[import-not-found]
-
     found = verdict([0.0, float("nan"), 0.0], 1.0)
     assert not found["ok"] and found["difference"] != found["difference"]
     assert verdict([0.1, 0.2], 1.0) == {"ok": True, "difference": 0.2}
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("legs")
 def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from legs.items import Results, Task, machine  # type: ignore[import-not-found]
-    from legs.workers import Leg, fill  # type: ignore[import-not-found]
-
     (tmp_path / "strange.py").write_text(STRANGE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
@@ -168,8 +155,7 @@ def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
     assert one["strange: not reached"] == ["crash", "new"] and other["strange: not reached"] == ["good"]
 
 
-def test_results_of_a_loan_join_those_that_are_there(tmp_path: Path, legs: None) -> None:
-    join = runpy.run_path(str(BENCHMARKS / "gpu.py"))["join"]
+def test_results_of_a_loan_join_those_that_are_there(tmp_path: Path) -> None:
     old = {"A": {"speed": {"a": {}, "b": {"x": 2}}, "speed: not reached": ["c"]}}
     new = {"A": {"speed": {"b": {"x": 3}}, "speed: not reached": []}, "B": {"speed": {}}}
     for name, content in (("old.json", old), ("new.json", new)):
@@ -236,7 +222,7 @@ def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
         }.items():
             wheel.writestr(f"brought-1.dist-info/{name}", text)
         wheel.writestr("brought.py", "")
-    for name in ("benchmarks", "fl_lightning", "configs", "ledger"):
+    for name in ("benchmarks", "contest", "fl_lightning", "configs", "ledger"):
         (tmp_path / name).symlink_to(BENCHMARKS.parent / name)
     env = {**os.environ, "DEVICE": "cpu", "PYTHON": sys.executable, "OUT": str(out), "WORK": str(tmp_path / "work")}
     command = ["bash", str(BENCHMARKS / "gpu.sh"), verb, "--only", "^FedAvg(, sequential)?$|^floors"]

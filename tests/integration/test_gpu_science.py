@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.legs import report, science
+from benchmarks.legs.items import Task, machine, machine_name
+from benchmarks.legs.science import engine_for, settings, summary
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.results.metrics import FILE, read_metrics, read_run
 from fl_lightning.results.rows import located
@@ -36,9 +39,8 @@ LATER = {
 """Settings that some of the ledger's rows did not have yet, and their values, which change nothing."""
 
 
-@pytest.fixture(autouse=True)
-def legs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def task(folder: Path, seconds: float) -> Task:
+    return Task("benchmarks.legs.science", "cpu", time.monotonic() + seconds, folder / "gpu.json", [])
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -55,8 +57,6 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     [("FedAvg", "FedAvg"), ("FedSAM", "FedSAM"), ("FedGMT", "FedGMT"), ("FedGloSS+SAM", "FedGloSS")],
 )
 def test_settings_are_those_of_the_ledger(row: str, ledger: str) -> None:
-    from legs.science import settings  # type: ignore[import-not-found]
-
     ours = flat(FederatedCLI("fit", *settings(row), *DATA, SPLIT).resolved())
     theirs = flat(yaml.safe_load((located(LEDGER / ledger / "seed_0")[0] / "config.yaml").read_text()))
     for each in (ours, theirs):
@@ -68,8 +68,6 @@ def test_settings_are_those_of_the_ledger(row: str, ledger: str) -> None:
 
 
 def test_composition_of_asam_and_swa() -> None:
-    from legs.science import settings
-
     ours = flat(FederatedCLI("fit", *settings("FedASAM+SWA"), *DATA, SPLIT).resolved())
     start = ".model.init_args."
     assert (ours[".model.class_path"], ours[f"{start}rho"], ours[f"{start}eta"]) == ("fl_lightning.FedASAM", 0.7, 0.2)
@@ -84,8 +82,6 @@ def curve(folder: Path, rounds: int, evaluated: set[int]) -> Any:
 
 
 def test_accuracy_of_a_whole_run_is_that_of_its_last_rounds_all_evaluated(tmp_path: Path) -> None:
-    from legs.science import summary
-
     found = summary(curve(tmp_path, 100, {20, 40, 60, 80, *range(91, 101)}), 100, 10)
     assert found["whole"] and found["rounds"] == 100 and found["accuracy"] == pytest.approx(0.0955)
     assert found["deviation"] == pytest.approx(0.00287, abs=1e-5) and "accuracy_of_last_evaluations" not in found
@@ -94,8 +90,6 @@ def test_accuracy_of_a_whole_run_is_that_of_its_last_rounds_all_evaluated(tmp_pa
 @pytest.mark.parametrize("rounds", [95, 100])
 def test_accuracy_of_a_cut_run_has_another_name_and_its_rounds(tmp_path: Path, rounds: int) -> None:
     """Neither a run that has not reached its end, nor one whose last rounds were not all evaluated, has the first."""
-    from legs.science import summary
-
     found = summary(curve(tmp_path, rounds, {10, 20, 30, 40, 60, 80, 91, 92}), 100, 10)
     assert found["whole"] is (rounds == 100) and found["rounds"] == rounds
     assert "accuracy" not in found and "deviation" not in found
@@ -104,15 +98,10 @@ def test_accuracy_of_a_cut_run_has_another_name_and_its_rounds(tmp_path: Path, r
 
 
 def test_a_run_without_a_row_is_reported() -> None:
-    from legs.science import summary
-
     assert summary({}, 100, 10) == {"whole": False, "rounds": 0, "curve": []}
 
 
 def test_engine_is_the_fastest_of_this_machine_unless_it_was_wrong(tmp_path: Path) -> None:
-    from legs.items import machine, machine_name  # type: ignore[import-not-found]
-    from legs.science import engine_for
-
     out = tmp_path / "gpu.json"
     assert engine_for(out, "cpu") == "auto"
     work = {"work": "W1", "method": "FedAvg", "form": "bf16", "seeds": 1, "cohort": 5}
@@ -133,14 +122,11 @@ def test_engine_is_the_fastest_of_this_machine_unless_it_was_wrong(tmp_path: Pat
 @pytest.mark.slow
 def test_a_run_that_is_cut_off_keeps_its_results_and_goes_on(tmp_path: Path) -> None:
     """It gives what it has logged even if it had no time at all to start, and none of its rounds is trained twice."""
-    from legs import science
-    from legs.items import Task
-
     fit = [*science.SMALL.split(), "--trainer.max_rounds", "1000000", *science.callbacks(500)]
     job = science.Job("FedAvg, long", 1_000_000, 10, fit)
 
     def cut(seconds: float) -> Any:
-        return science.train(job, Task("legs.science", "cpu", time.monotonic() + seconds, tmp_path / "gpu.json", []))
+        return science.train(job, task(tmp_path, seconds))
 
     none = cut(0.0)
     assert none == {"whole": False, "rounds": 0, "curve": []}
@@ -157,24 +143,19 @@ def test_a_run_that_is_cut_off_keeps_its_results_and_goes_on(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_run_that_fails_is_an_error_with_what_it_has(tmp_path: Path) -> None:
-    from legs import science
-    from legs.items import Task
-
     job = science.Job("FedAvg", 40, 10, [*science.SMALL.split(), "--trainer.max_rounds", "-1"])
-    found = science.train(job, Task("legs.science", "cpu", time.monotonic() + 300, tmp_path / "gpu.json", []))
+    found = science.train(job, task(tmp_path, 300.0))
     assert "max_rounds" in found["error"] and found["rounds"] == 0 and not found["whole"]
 
 
 def test_report_never_shows_a_cut_run_as_a_whole_one() -> None:
-    from legs.report import science  # type: ignore[import-not-found]
-
     flatness = {"flatness/lambda_max": 70.0, "flatness_round": 3000, "seconds a round": 0.012, "engine": "graphed"}
     whole = {"whole": True, "rounds": 3000, "accuracy": 0.48, "deviation": 0.01, **flatness, "curve": []}
     last = {"accuracy_of_last_evaluations": 0.61, "rounds_of_last_evaluations": [1920, 1940, 1960, 1980, 2000]}
     cut = {"whole": False, "rounds": 2007, **last, **flatness, "flatness_round": 2000, "curve": []}
     none = {"whole": False, "rounds": 0, "curve": [], "error": "out of memory"}
     found = {"FedAvg": whole, "FedGloSS+SAM": cut, "FedASAM+SWA": none, "FedSMOO": {"error": "it crashed"}}
-    explained, table = science(found)
+    explained, table = report.science(found)
     assert "3,000 rounds" in explained and "10,000" in explained
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     first, second, third = lines[2:]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import fl_lightning
-from benchmarks.paper_tables import papers
 from fl_lightning import nets
 from fl_lightning.core.errors import UserError
 from fl_lightning.results.papers import COLUMNS, PAPERS, Cell, find
+from tests.paper_tables import papers
 
 NUMBERS = {
     ("fedsam", "1"): 4 * 2, ("fedsam", "2"): 7 * 6 * 3, ("fedsam", "3"): 3 * 4 * 3 + 2 * 3 * 3 * 4,

@@ -6,7 +6,7 @@ W1 and W2 have random but fixed uint8 images of CIFAR's shape with a mean for ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 METHODS = ("FedAvg", "FedSAM", "FedSMOO", "FedGMT")
-PASSES = {"FedAvg": (1, 0), "FedSAM": (2, 0), "FedSMOO": (2, 0), "FedGMT": (1, 1)}
-"""Of a local step: forward and backward together, forward alone."""
 RHO, BETA = 0.05, 10.0
 TAU, EMA = 3.0, 0.95
 
@@ -76,12 +74,6 @@ class Work:
     threads: int
     scale: float
     augment: bool
-
-    @property
-    def round_samples(self) -> float:
-        """Samples of a round, of all clients and steps together."""
-        epochs, rest = divmod(self.steps, -(-int(self.samples) // self.batch))
-        return self.cohort * (epochs * self.samples + rest * self.batch)
 
     def arrays(self) -> tuple[Tensor, Tensor]:
         """All uint8 images ``(n, C, H, W)`` and labels."""
@@ -145,6 +137,7 @@ WORKS = {
 }
 
 
-def work(spec: dict[str, Any]) -> Work:
-    """The workload of a contestant, with the changes of its specification."""
-    return replace(WORKS[spec["work"]], **{key: spec[key] for key in ("steps", "threads") if key in spec})
+def work(settings: dict[str, Any]) -> Work:
+    """The workload of a contestant, with the changes of its settings."""
+    names = {field.name for field in fields(Work)} - {"name"}
+    return replace(WORKS[settings["work"]], **{key: value for key, value in settings.items() if key in names})

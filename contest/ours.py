@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 import fl_lightning as fl
-from contest.worker import Turns
-from contest.workloads import BETA, EMA, RHO, TAU, Work
+from benchmarks.harness import Turns
+from contest.workloads import BETA, EMA, RHO, TAU, Work, work
 from fl_lightning.data.partition import Given
 from fl_lightning.trainer.callbacks import Callback, Checkpoints
 from fl_lightning.trainer.run import Run
@@ -49,26 +48,28 @@ class Steps(Callback):
         return t - self.done + 1 >= self.turns.left  # the last one of a turn
 
     def on_fit_start(self, run: Run) -> None:
-        self.turns.ready(run.engine_name)
+        self.turns.ready(engine=run.engine_name)
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         done, self.done = self.done, run.rounds_done
         for _ in range(done, run.rounds_done):
-            self.turns.round(metrics["time/round_s"], orchestration_s=metrics.get("time/orchestration_s", math.nan))
+            self.turns.done(metrics["time/round_s"])
 
 
-def run(work: Work, spec: dict[str, Any], turns: Turns) -> None:
-    data = Data(work)
-    net = getattr(fl, work.ours)()
+def model_of(work: Work, method: str) -> fl.LocalObjective:
+    """The package's algorithm with the workload's net."""
     sgd = fl.SGD(lr=work.lr, momentum=work.momentum)
-    model = getattr(fl, spec["method"])(net=net, optimizer=sgd, **OPTIONS[spec["method"]])
+    return getattr(fl, method)(net=getattr(fl, work.ours)(), optimizer=sgd, **OPTIONS[method])
+
+
+def run(settings: dict[str, Any], turns: Turns) -> None:
+    of = work(settings)
     never = 10**5  # more rounds than are ever run
     with tempfile.TemporaryDirectory() as folder:
         trainer = fl.FederatedTrainer(
-            max_rounds=spec.get("rounds", never), clients_per_round=work.cohort, local_steps=work.steps,
-            eval_every=never, accelerator="cpu", threads=work.threads, engine=spec["engine"],
-            precision=spec["precision"], compile=spec["compile"],
+            max_rounds=never, clients_per_round=of.cohort, local_steps=of.steps, eval_every=never,
+            accelerator="cpu", threads=of.threads, **settings["trainer"],
             callbacks=[Steps(turns), Checkpoints(every_n_rounds=never)], default_root_dir=folder,
             enable_progress_bar=False,
         )  # fmt: skip
-        trainer.fit(model, data)
+        trainer.fit(model_of(of, settings["method"]), Data(of))

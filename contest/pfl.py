@@ -22,8 +22,8 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contest.worker import Turns
-from contest.workloads import Work
+from benchmarks.harness import Turns
+from contest.workloads import work
 
 
 class Module(nn.Module):
@@ -54,24 +54,25 @@ class Steps(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        self.turns.round(time.perf_counter() - self.started)
+        self.turns.done(time.perf_counter() - self.started)
         self.started = time.perf_counter()
         return False, Metrics()
 
 
-def run(work: Work, spec: dict[str, Any], turns: Turns) -> None:
-    clients = [PyTorchTensorDataset((x.float().div_(work.scale), y)) for x, y in work.data()]
-    data = FederatedDataset(clients.__getitem__, get_user_sampler("random", list(range(work.clients))))
-    module = Module(work.net())
+def run(settings: dict[str, Any], turns: Turns) -> None:
+    of = work(settings)
+    clients = [PyTorchTensorDataset((x.float().div_(of.scale), y)) for x, y in of.data()]
+    data = FederatedDataset(clients.__getitem__, get_user_sampler("random", list(range(of.clients))))
+    module = Module(of.net())
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
     never = 10**9
     FederatedAveraging().run(
         NNAlgorithmParams(
-            central_num_iterations=never, evaluation_frequency=never, train_cohort_size=work.cohort, val_cohort_size=0
+            central_num_iterations=never, evaluation_frequency=never, train_cohort_size=of.cohort, val_cohort_size=0
         ),
         SimulatedBackend(data, data),
         model,
-        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=work.lr, local_batch_size=work.batch),
+        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=of.lr, local_batch_size=of.batch),
         NNEvalHyperParams(local_batch_size=500),
         callbacks=[Steps(turns)],
         send_metrics_to_platform=False,

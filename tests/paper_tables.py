@@ -1,9 +1,9 @@
 """The tables of docs/experiments.md and of the papers' pages: their numbers, how their cells are run, their figures.
 
-``python benchmarks/paper_tables.py docs/experiments.md docs/experiments/*.md`` renews every block of pages between
+``python -m tests.paper_tables docs/experiments.md docs/experiments/*.md`` renews every block of pages between
 ``<!-- papers: fedsam 2 -->`` (``files: fedsam``, ``rows: fedsam``, ``figures: fedsam``, ``known: cells``,
 ``known: figures``) and its end, ``<!-- /papers -->``;
-``python benchmarks/paper_tables.py papers fedsam 2`` prints one.
+``python -m tests.paper_tables papers fedsam 2`` prints one.
 """
 
 import re

@@ -8,7 +8,6 @@ repositories transform sample by sample.
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -18,20 +17,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import vector_to_parameters
 
-from contest.worker import Turns
-from contest.workloads import BETA, EMA, RHO, TAU, Work
+from benchmarks.harness import Turns
+from contest.workloads import BETA, EMA, RHO, TAU, Work, work
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
 
-def run(work: Work, spec: dict[str, Any], turns: Turns) -> None:
-    method = METHODS[spec["method"]](work.net(), work)
-    data = work.data()
+def run(settings: dict[str, Any], turns: Turns) -> None:
+    of = work(settings)
+    method, data = METHODS[settings["method"]](of.net(), of), of.data()
     turns.ready()
-    for _ in itertools.count():
+    while True:
         started = time.perf_counter()
-        method.round(torch.randperm(work.clients)[: work.cohort].tolist(), data)
-        turns.round(time.perf_counter() - started)
+        method.round(torch.randperm(of.clients)[: of.cohort].tolist(), data)
+        turns.done(time.perf_counter() - started)
 
 
 class FedAvg:

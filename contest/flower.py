@@ -19,9 +19,8 @@ from flwr.simulation import run_simulation
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.harness import Turns
 from contest import workloads
-from contest.worker import Turns
-from contest.workloads import Work
 
 
 class Steps(FedAvg):
@@ -43,7 +42,7 @@ class Steps(FedAvg):
         result = super().aggregate_train(server_round, replies)
         if result[0] is None:
             raise RuntimeError("no client has answered")
-        self.turns.round(time.perf_counter() - self.started)
+        self.turns.done(time.perf_counter() - self.started)
         return result
 
 
@@ -54,8 +53,8 @@ def client_data(name: str) -> list[tuple[Tensor, Tensor]]:
     return workloads.WORKS[name].data()
 
 
-def run(work: Work, spec: dict[str, Any], turns: Turns) -> None:
-    name = work.name
+def run(settings: dict[str, Any], turns: Turns) -> None:
+    name, work = settings["work"], workloads.work(settings)
     server, client = ServerApp(), ClientApp()
 
     @server.main()
