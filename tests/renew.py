@@ -20,6 +20,7 @@ from torch import nn
 from benchmarks import pages
 from contest import __main__ as contest
 from fl_lightning import algorithms
+from fl_lightning.commands import main as cli
 from fl_lightning.engine import catalogue
 from fl_lightning.results.metrics import markdown
 from fl_lightning.trainer import loop
@@ -30,6 +31,12 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = DOCS / "algorithms"
 Renewal = Callable[[str], str]
+LEDGER = {
+    **{f"digits_{column}": f"digits/{column}" for column in ("alpha_0", "alpha_0.05", "alpha_100")},
+    **{f"fashion_{column}": f"fashion/{column}" for column in ("alpha_0.05", "alpha_100")},
+    **{name: name for name in ("fashion_published", "agnews", "cifar10")},
+}
+"""The pages of rows in docs/ledger, and the rows of each; tests/studies compares them, and the page of claims."""
 
 
 def between(start: str, end: str, content: Callable[[], str]) -> Renewal:
@@ -65,7 +72,7 @@ def navigation(text: str) -> str:
     return text[:last] + "".join(lines) + text[last:]
 
 
-LEDGER = DOCS / "ledger/digits_alpha_0.05.md"
+TUNED = DOCS / "ledger/digits_alpha_0.05.md"
 COLUMNS = {
     "accuracy": "last 100 ↑",
     "accuracy − FedAvg": "last 100 − FedAvg",
@@ -76,9 +83,9 @@ COLUMNS = {
 
 
 @cache
-def ledger() -> dict[str, dict[str, str]]:
+def tuned_rows() -> dict[str, dict[str, str]]:
     """The rows of the ledger's page, by the method's class, with what is added to it."""
-    lines = [line for line in LEDGER.read_text().splitlines() if line.startswith("| ")]
+    lines = [line for line in TUNED.read_text().splitlines() if line.startswith("| ")]
     head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return {row[0].replace("-", ""): dict(zip(head, row, strict=True)) for row in rows}
 
@@ -87,7 +94,7 @@ def tuned(text: str) -> str:
     """A page with its methods' rows of the ledger between ``digits: names`` and ``/digits``, both HTML comments."""
 
     def table(match: re.Match[str]) -> str:
-        rows = {name: ledger().get(name) for name in match[2].split(", ")}
+        rows = {name: tuned_rows().get(name) for name in match[2].split(", ")}
         lines = [
             [name, *((row[column] for column in COLUMNS.values()) if row else ["not measured yet", "", "", ""])]
             for name, row in rows.items()
@@ -134,9 +141,17 @@ def renewed(file: Path) -> str:
     return text
 
 
+def ledger() -> None:
+    """Writes the ledger's pages, with their figures, from its stores."""
+    for page, rows in LEDGER.items():
+        cli.main(["study", "page", str(ROOT / "ledger" / rows), "--out", str(DOCS / "ledger" / f"{page}.md")])
+    cli.main(["study", "claims", str(ROOT / "ledger/claims.yaml"), "--out", str(DOCS / "ledger/claims.md")])
+
+
 def main() -> None:
     # in a process of its own, since a help lists classes in the order in which they are imported
     subprocess.run([sys.executable, "-m", "tests.command_index"], cwd=ROOT, check=True)
+    ledger()
     for file in renewals():
         if (text := renewed(file)) != file.read_text(encoding="utf-8"):
             file.write_text(text, encoding="utf-8")

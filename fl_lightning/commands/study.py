@@ -16,14 +16,14 @@ from fl_lightning.core import (
     write_atomically,
 )
 from fl_lightning.results import find_runs, say, short_path
-from fl_lightning.results.rows import Store, extract, located, store_of
+from fl_lightning.results.rows import ROWS, Store, extract, located, store_of
 
 SUMMARY = "Keep finished runs as rows of a study; train rows again and compare their bits; write its pages."
 
 
 @checked
 def run(
-    action: Literal["run", "add", "check", "extract", "page", "claims"],
+    action: Literal["run", "add", "remove", "check", "extract", "page", "claims"],
     paths: list[str],
     /,
     *settings: str,
@@ -32,6 +32,8 @@ def run(
     seed: int = 0,
     tolerance: float = 0.02,
     methods: str | None = None,
+    beyond: str | None = None,
+    minutes: PositiveInt | None = None,
     out: str | None = None,
 ) -> None:
     """Runs a study, adds runs to a store, trains rows again, unpacks them, or writes a page.
@@ -40,38 +42,51 @@ def run(
     compare and report read a store, or rows of it such as ledger/digits/alpha_0/FedAvg, as they read runs.
 
     Args:
-        action: run, add, check, extract, page or claims.
-        paths: For run: files of studies. For add: run folders, or folders above them, or stores. For claims: a file of
-            claims. Else: stores, or rows of one.
+        action: run, add, remove, check, extract, page or claims.
+        paths: For run: stores whose about.yaml is a study. For add: run folders, or folders above them, or stores. For
+            claims: a file of claims. Else: stores, or rows of one.
         *settings: For check: settings of this machine, such as --data.path FILE.
-        into: For add and run: the folder of the store; null: ledger/mine, or of a study the one of its name there.
+        into: For add and run: the folder of the store; null: ledger/mine, or of a study its own.
         count: For check: number of rows, drawn at random.
         seed: For check: seed of this draw.
         tolerance: For check: on another kind of processor, or with another torch, the final evaluation of a row may be
             so far away.
-        methods: For run: some of the methods, with commas between; null: all.
+        methods: For run and page: some of the methods, with commas between; null: all.
+        beyond: For check and page: an earlier state of the store; only rows that it lacks are drawn, or their methods
+            shown beside the reference, once all follow the store's rules and no other row has changed.
+        minutes: For check: a row is trained no longer than this, and as many of its rounds are compared; null: to its
+            end.
         out: For page and claims: the file, beside which its figure lies; null: the page is printed. For extract and
             run: the folder; null: in runs.
     """
+    new = _beyond(paths, Path(beyond)) if beyond and action in ("check", "page") else None
     if out is not None:
         check_folder(Path(out) if action in ("extract", "run") else Path(out).parent)
     if action == "run":
         from fl_lightning.commands.shared import trials
         from fl_lightning.studies.study import Study
 
-        for file in map(Path, paths):
-            folder = Path(out or "runs/studies").resolve() / file.stem
-            study = Study.read(file, folder, Path(into or f"ledger/{file.stem}"), trials.build, trials.check)
+        for place in map(Path, paths):
+            folder = Path(out or "runs/studies").resolve() / place.resolve().name
+            study = Study.read(place, folder, Path(into or place), trials.build, trials.check)
             for row in study.run(methods.split(",") if methods else None):
                 say(f"added: {row}")
     elif action == "add":
         _add(paths, Path(into or "ledger/mine"))
+    elif action == "remove":
+        for folder, names in _rows(paths).items():
+            with Store.edited(folder) as store:
+                for name in names:
+                    store.remove(name)
+                    say(f"removed: {folder / name}")
     elif action == "check":
-        rows = [(store, name) for store, names in _rows(paths).items() for name in names]
-        _check(random.Random(seed).sample(rows, min(count, len(rows))), settings, tolerance)
+        rows = [
+            (folder, name) for folder, names in _rows(paths).items() for name in names if new is None or name in new
+        ]
+        _check(random.Random(seed).sample(rows, min(count, len(rows))), settings, tolerance, minutes)
     elif action == "extract":
-        for store, names in _rows(paths).items():
-            kept, folder = Store(store), Path(out or f"runs/{store.name}")
+        for place, names in _rows(paths).items():
+            kept, folder = Store(place), Path(out or f"runs/{place.name}")
             for line in kept.lines:
                 if line["row"] in names:
                     extract(kept.files(line), folder / line["row"])
@@ -79,12 +94,18 @@ def run(
     elif action == "page":
         from fl_lightning.studies.page import page
 
-        text, figure = page(paths)
-        if out is not None:
-            picture = Path(out).with_suffix(".png")
-            text += f"\n\n![Curves of the runs, or a point for each run]({picture.name})"
-            write_atomically(make_folder(picture.parent) / picture.name, render(figure(), png={})[0])
-        _show(f"{text}\n", out)
+        shown = methods.split(",") if methods else None
+        head, sections = page(paths, shown if new is None else [*new.values()])
+        text = [head]
+        for name, table, figure in sections:
+            several = len(sections) > 1
+            text += [f"## {name.replace('_', ' ')}"] * several + [table]
+            if out is not None:
+                picture = Path(out).with_suffix(".png")
+                picture = picture.with_stem(f"{picture.stem}_{name}") if several else picture
+                text.append(f"![Curves of the runs, or a point for each run]({picture.name})")
+                write_atomically(make_folder(picture.parent) / picture.name, render(figure(), png={})[0])
+        _show("\n\n".join([*text, ""]), out)
     else:
         from fl_lightning.studies import claims
 
@@ -120,27 +141,35 @@ def _add(paths: Sequence[str], into: Path) -> None:
     from fl_lightning.studies.store import add
     from fl_lightning.trainer import RunFolder
 
-    store, added = Store(into), list[str]()
-    for place in (folder for given in paths for folder in located(given)):
-        found = find_runs([place])
-        for run in found:
-            inside = run.relative_to(place).parts
-            parts = [part for part in inside if not part.startswith("version_")] or [RunFolder(run).name]
-            several = run.name != parts[-1] and sum(other.parent == run.parent for other in found) > 1
-            added.append("/".join([*parts, *[run.name] * several]))
-            add(run, store, added[-1])
-    store.write()
+    added = list[str]()
+    with Store.edited(into) as store:
+        for place in (folder for given in paths for folder in located(given)):
+            found = find_runs([place])
+            for run in found:
+                inside = run.relative_to(place).parts
+                parts = [part for part in inside if not part.startswith("version_")] or [RunFolder(run).name]
+                several = run.name != parts[-1] and sum(other.parent == run.parent for other in found) > 1
+                added.append("/".join([*parts, *[run.name] * several]))
+                add(run, store, added[-1])
     for name in added:
         say(f"added: {into / name}")
 
 
-def _check(rows: Sequence[tuple[Path, str]], settings: Sequence[str], tolerance: float) -> None:
+def _beyond(paths: Sequence[str], before: Path) -> dict[str, str]:
+    """Returns the methods of the rows that a store has beyond an earlier state of it, by row."""
+    from fl_lightning.studies.check import added
+
+    ensure(len(paths) == 1 and (Path(paths[0]) / ROWS).is_file(), f"paths = {', '.join(paths)}: give one store")
+    return {line["row"]: line["method"] for line in added(Store(Path(paths[0])), Store(before))}
+
+
+def _check(rows: Sequence[tuple[Path, str]], settings: Sequence[str], tolerance: float, minutes: int | None) -> None:
     """Trains rows again, and prints how far they are apart."""
     from fl_lightning.commands.shared.trials import build
     from fl_lightning.studies.check import check
 
     wrong = 0
-    for row, again in check(rows, settings, tolerance, build):
+    for row, again in check(rows, settings, tolerance, build, minutes):
         good = again.met(tolerance)
         wrong += not good
         say(f"{short_path(row)}: {again.text()}{'' if good else ': WRONG'}")

@@ -22,6 +22,8 @@ EXECUTION = (
 
 ONLY_PYTHON = re.compile(r"\((?:[^()]*, )?id [0-9a-f]{6}\)|\b__main__\.|<locals>")
 """Is found in settings that no config can make: what a description of `core.made` has, and classes of a script."""
+SINCE = {"absent": "kept", "state": "reset", "warmup": 0, "rho0": 0.001, "eps": 1e-12}
+"""Settings that classes got after the ledger's first rows, and the defaults that these have; of others it is null."""
 LENGTH = ("max_rounds", "max_time")
 """Settings of the trainer that extend a run."""
 
@@ -224,9 +226,16 @@ def run_key(folder: Path) -> str:
     Raises:
         UserError: If a config is not readable.
     """
-    configs = {round: read_config(path) for round, path in config_files(folder).items()}
+    configs = {round: without_defaults(read_config(path)) for round, path in config_files(folder).items()}
     keys = {round: group_key(config, LENGTH) for round, config in configs.items()}
     return group_key(list(configs.values())[-1]) if len(set(keys.values())) == 1 else json.dumps(keys)
+
+
+def without_defaults(value: Any) -> Any:
+    """Returns a config without the settings at a default that earlier configs lack: null, or that of `SINCE`."""
+    if isinstance(value, dict):
+        return {key: without_defaults(each) for key, each in value.items() if each != SINCE.get(key)}
+    return list(map(without_defaults, value)) if isinstance(value, list) else value
 
 
 def group_id(config: dict[str, Any]) -> str:

@@ -11,10 +11,11 @@ import csv
 import io
 import json
 import lzma
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, reduce
@@ -82,6 +83,19 @@ class Store:
         remedy = "restore it, and join stores by fl-lightning study add"
         ensure(not twice, f"{path}: several rows {', '.join(twice)}; {remedy}")
 
+    @classmethod
+    @contextmanager
+    def edited(cls, folder: Path) -> Iterator["Store"]:
+        """Reads a store, and writes it at the end, if nothing has failed; see also `alone`.
+
+        Raises:
+            UserError: If it cannot be made, or is damaged.
+        """
+        with alone(make_folder(folder, "into")):
+            store = cls(folder)
+            yield store
+            store.write()
+
     def matching(self, name: str) -> list[Line]:
         """Returns the lines of a row, of the rows below a name, or of a shell's pattern of both; of all for ``.``."""
         pattern = "*" if name == "." else f"{name}/*"
@@ -146,6 +160,15 @@ class Store:
         if other_texts := {name: text for name, text in files.items() if made.get(name) != text}:
             self.lines[at]["files"] = other_texts
 
+    def remove(self, name: str) -> None:
+        """Removes a row; `write` writes the others."""
+        at = [line["row"] for line in self.lines].index(name)
+        streams, configs = [*self._streams], [self.config(line) for line in self.lines]
+        del self.lines[at], streams[at + 1], configs[at]
+        self._streams = streams
+        for k, (line, config) in enumerate(zip(self.lines, configs, strict=True)):
+            line["config"] = changes(configs[0] if k else None, config)
+
     def write(self) -> None:
         """Writes both files.
 
@@ -172,6 +195,20 @@ class Store:
             yield
         except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
             raise UserError(f"{self.folder / METRICS}: not readable ({error}); restore it") from None
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Lets other processes that would edit a folder wait, if its file system has locks for folders."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(ImportError, OSError):
+            import fcntl  # which Windows lacks
+
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def extract(files: Mapping[str, str], folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Rows trained again, and compared to the bit; a check signs the settings and metrics that it has compared."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.core import UserError, ensure
-from fl_lightning.results.metrics import FILE, Pairs, read_metrics, tested
-from fl_lightning.results.rows import CONFIG, Store, located
+from fl_lightning.results.metrics import FILE, Pairs, read_metrics, rounds_done, tested
+from fl_lightning.results.rows import ABOUT, CONFIG, ROW, Line, Store, located
 from fl_lightning.studies.store import about, digest, ran, starts
+from fl_lightning.studies.suite import Suite, about_of, frozen
 
 if TYPE_CHECKING:
     from fl_lightning.sweeps.trials import Build
@@ -28,6 +30,8 @@ class Again:
         same: Whether weights and metrics are equal to the bit.
         alike: Whether processor, torch and engine are those of the row.
         final: Absolute difference of the last evaluation; infinite if there is none.
+        rounds: The rounds that were compared.
+        whole: Whether these are all of the row; else there are no weights to compare.
     """
 
     start: Mapping[str, Any]
@@ -35,6 +39,8 @@ class Again:
     same: bool
     alike: bool
     final: float
+    rounds: int
+    whole: bool
 
     def met(self, tolerance: float) -> bool:
         """Returns whether bits are equal; elsewhere, whether the last evaluation is within a tolerance."""
@@ -43,14 +49,18 @@ class Again:
     def text(self) -> str:
         """Returns the comparison in a line."""
         if self.same:
-            return "equal to the bit"
+            return "equal to the bit" + f" in its first {self.rounds} rounds" * (not self.whole)
         far = ", ".join(f"{name} {value:.1e}" for name, value in self.apart.items()) or "its weights"
         place = "" if self.alike else f"on {self.start['cpu']}, torch {self.start['torch']}, which is not the row's: "
         return f"{place}the last evaluation is {self.final:.4f} away; relative differences: {far}"
 
 
 def check(
-    rows: Sequence[tuple[Path, str]], settings: Sequence[str], tolerance: float, build: "Build"
+    rows: Sequence[tuple[Path, str]],
+    settings: Sequence[str],
+    tolerance: float,
+    build: "Build",
+    minutes: int | None = None,
 ) -> Iterator[tuple[Path, Again]]:
     """Trains rows again, notes in their stores what was found, and yields it.
 
@@ -59,6 +69,7 @@ def check(
         settings: Settings of this machine, as arguments.
         tolerance: See `Again.met`.
         build: Makes the run of a trial.
+        minutes: A run ends after so many, and its rounds are compared; None: each row is trained to its end.
 
     Raises:
         UserError: If a row cannot be trained, or its data are others.
@@ -69,9 +80,10 @@ def check(
         (store / name).as_posix().strip("/.").replace("/", "_"): (store, name, located(store / name)[0])
         for store, name in rows
     }
+    most = [] if minutes is None else [f"--trainer.max_time=00:{minutes // 60:02}:{minutes % 60:02}:00"]
     with TemporaryDirectory() as out:
         again = [
-            Trial(trial, (f"--config={row / CONFIG}", *settings), COMMANDS[about(row)["kind"]])
+            Trial(trial, (f"--config={row / CONFIG}", *settings, *most), COMMANDS[about(row)["kind"]])
             for trial, (_, _, row) in trials.items()
         ]
         for found in run_trials(again, Path(out), build, resume=False):
@@ -80,15 +92,15 @@ def check(
                 raise UserError(f"{store / name}: {found.error}")
             compared = compare_run(row, found.folder, store / name)
             note = {"same": compared.same, "met": compared.met(tolerance), "final": compared.final}
-            kept = Store(store)
-            (line,) = (line for line in kept.lines if line["row"] == name)
-            line["about"]["checks"].append({**compared.start, **note, "digest": digest(row)})
-            kept.write()
+            note |= {} if compared.whole else {"rounds": compared.rounds}
+            with Store.edited(store) as kept:
+                (line,) = (line for line in kept.lines if line["row"] == name)
+                line["about"]["checks"].append({**compared.start, **note, "digest": digest(row)})
             yield store / name, compared
 
 
 def compare_run(row: Path, run: Path, shown: Path) -> Again:
-    """Compares a run of a row's config with the row.
+    """Compares a run of a row's config with the row, as far as the run goes.
 
     Args:
         row: The row's folder.
@@ -100,13 +112,62 @@ def compare_run(row: Path, run: Path, shown: Path) -> Again:
     """
     kept, trained = about(row), ran(run)
     ensure(kept["data"] == trained["data"], f"{shown}: was trained on other data; give its data by --data...")
-    before, here = read_metrics(row / FILE), read_metrics(run / FILE)
+    here = read_metrics(run / FILE)
+    rounds = rounds_done(here)
+    before = {
+        name: kept_pairs
+        for name, pairs in read_metrics(row / FILE).items()
+        if (kept_pairs := [pair for pair in pairs if pair[0] <= rounds])
+    }
     apart = {name: _apart(pairs, dict(here.get(name, ()))) for name, pairs in before.items() if name[:5] != "time/"}
     start = starts(run)[-1]
     alike = all(each[key] == start[key] for each in kept["starts"] for key in ("cpu", "device", "torch", "engine"))
-    final = max((abs(before[name][-1][1] - here[name][-1][1]) for name in tested(before)[:1]), default=math.inf)
-    far = {name: value for name, value in apart.items() if value}
-    return Again(start, far, not far and kept["weights"] == trained["weights"], alike, final)
+    last = (
+        (value, dict(here.get(name, ())).get(at, math.inf))
+        for name in tested(before)
+        for at, value in before[name][-1:]
+    )
+    final = next((abs(a - b) for a, b in last), math.inf)
+    far, whole = {name: value for name, value in apart.items() if value}, rounds >= kept["rounds"]
+    return Again(
+        start, far, not far and (not whole or kept["weights"] == trained["weights"]), alike, final, rounds, whole
+    )
+
+
+def added(store: Store, before: Store) -> list[Line]:
+    """Returns the rows that a store has beyond an earlier state of it, if they and the others follow its rules.
+
+    Raises:
+        UserError: If the rules or a row have changed, a row is missing, or a new one is not of the suite.
+    """
+    given, names = about_of(store.folder), {line["row"]: line for line in store.lines}
+    rules, measures = frozen(given), Suite.of(store.folder).measures
+    same = not before.lines or rules == frozen(about_of(before.folder))
+    ensure(
+        same, f"{store.folder / ABOUT}: its rules have changed; give new ones a new suite.name and a store of their own"
+    )
+    for line in before.lines:
+        now = names.pop(line["row"], None)
+        same = now is not None and _unsigned(store.files(now)) == _unsigned(before.files(line))
+        ensure(same, f"{store.folder / line['row']}: is missing, or is not what it was; put it back")
+    for name, line in names.items():
+        metrics = store.files(line)[FILE].partition("\n")[0].strip().split(",")
+        about, columns = line["about"], [column.replace(" ", "_") for column in given.get("columns", ())]
+        wrong = {
+            "it was not trained by these rules": about.get("suite") != rules,
+            "its column or seed is not one of the study": line["column"] not in columns
+            or line["seed"] not in given["seeds"],
+            f"it lacks one of {', '.join(measures)}": not {*measures} <= {*metrics},
+            "its code was not committed": any(start["changed"] for start in about["starts"]),
+        }
+        problem = next((text for text, is_so in wrong.items() if is_so), None)
+        ensure(problem is None, f"{store.folder / name}: {problem}; train it by fl-lightning study run {store.folder}")
+    return [*names.values()]
+
+
+def _unsigned(files: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the files of a row without its checks."""
+    return {**files, ROW: {**json.loads(files[ROW]), "checks": []}}
 
 
 def verdict(row: Path) -> bool | None:

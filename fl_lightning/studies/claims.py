@@ -1,18 +1,63 @@
 """What papers claim, beside the rows of studies.
 
-A file of claims names stores, relative to itself; each claim compares two methods over the same seeds, one with
-``beyond`` their difference in a column with that in another one. It is seen if the 95 % interval of the paired
-differences lies on its side of 0.
+A file of claims names stores, relative to itself; each claim compares two methods of one column over the same seeds,
+one with ``beyond`` their difference in a column with that in another one of the same store.
 """
 
-import math
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from math import isnan, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fl_lightning.results import markdown, read_config
-from fl_lightning.results.compare import Difference, Group, apart, compare, interval
+from fl_lightning.results.compare import Group, apart, compare, interval
 from fl_lightning.results.rows import Store
+from fl_lightning.studies.suite import RUNNER_UP, Suite
+
+VERDICTS = ("seen", "not seen", "against", "open")
+LEANS = {"seen": ", as claimed", "against": ", reversed"}
+"""Where the interval of an open claim lies."""
+LEVEL = 0.05
+"""Of the tests of one claim together, by Holm's procedure."""
+LEFT_OUT = (
+    "the choice of settings, since they are over seeds with the settings fixed. Verdicts account for the columns of a "
+    "claim (Holm, 5 % together), and not for the number of claims: of"
+)
+
+
+class Column(NamedTuple):
+    """A column of a store, and what its suite says.
+
+    Attributes:
+        title: Its name on the page.
+        suite: The rules of its store.
+        groups: Its rows by method, without the runs that have collapsed.
+        lost: The seeds of these, by method.
+        seeds: Most seeds of a method.
+    """
+
+    title: str
+    suite: Suite
+    groups: Mapping[str, Group]
+    lost: Mapping[str, Sequence[str]]
+    seeds: int
+
+
+class Found(NamedTuple):
+    """A claim in a column.
+
+    Attributes:
+        verdict: ``seen``, ``not seen``, ``against``, ``open``, or nothing where the methods have not both been run.
+        leaning: What it would be with seeds enough.
+        text: The cell.
+    """
+
+    verdict: str
+    leaning: str
+    text: str
 
 
 def page(file: Path) -> str:
@@ -22,40 +67,132 @@ def page(file: Path) -> str:
         UserError: If the file or a row is damaged.
     """
     text = read_config(file)
-    columns = {
-        f"{name}, {column.replace('_', ' ')}": {group.name: group for group in compare([file.parent / store / column])}
-        for store, name in text["stores"].items()
-        for column in sorted({line["column"] for line in Store(file.parent / store).lines})
-    }
-    table = markdown([["claim", "paper", "difference", *columns], *(_line(claim, columns) for claim in text["claims"])])
-    return "\n\n".join([f"# {text['title']}", text["before"], table, text["after"], ""])
+    columns = [column for store, name in text["stores"].items() for column in _columns(file.parent / store, name)]
+    lines, verdicts, leanings = [], Counter[str](), Counter[str]()
+    for claim in text["claims"]:
+        found = judged(claim, columns)
+        run = [(column, each) for column, each in zip(columns, found, strict=True) if each.verdict]
+        verdict, leaning = (
+            overall(each.verdict for column, each in run if column.suite.alone),
+            overall(each.leaning for _, each in run),
+        )
+        verdicts[verdict] += 1
+        leanings[leaning] += 1
+        than = f", more than at {claim['beyond']}" if "beyond" in claim else ""
+        of = f"{claim['measure'].removeprefix('flatness/')}: {' − '.join(claim['methods'])}{than}"
+        tuned = [column for column, _ in run if column.suite.kind == "equal budget"]
+        twice = all(method + RUNNER_UP in column.groups for method in claim["methods"] for column in tuned)
+        rests = ["two settings each" if twice else "one setting each"] * bool(tuned)
+        rests += ["published settings"] * (len(tuned) < len(run))
+        said = f"**{verdict}**{LEANS.get(leaning, '') if verdict == 'open' else ''}"
+        lines.append([said, claim["claim"], claim["paper"], of, *(each.text for each in found), "; ".join(rests)])
+    of_columns = [f"{column.title} ({column.seeds} of {column.suite.seeds} seeds)" for column in columns]
+    heads = ["verdict", "claim", "paper", "difference", *of_columns, "rests on"]
+    summary = _summary(verdicts, leanings, columns)
+    return "\n\n".join([f"# {text['title']}", summary, text["before"], markdown([heads, *lines]), text["after"], ""])
 
 
-def _line(claim: Mapping[str, Any], columns: Mapping[str, Mapping[str, Group]]) -> list[str]:
-    ours, theirs = claim["methods"]
-    beyond, cells = claim.get("beyond"), []
-    for name, groups in columns.items():
-        found = _apart(claim, groups)
-        if beyond is not None:
-            base = _apart(claim, columns[f"{name.partition(', ')[0]}, {beyond}"])
-            found = {seed: found[seed] - base[seed] for seed in found if seed in base}
-        missing = "not measured" if ours in groups and theirs in groups else "not run"
-        text = _verdict(interval([*found.values()]), claim["larger"]) if found else missing
-        cells.append("" if name.endswith(f", {beyond}") else text)
-    measure = claim["measure"].removeprefix("flatness/")
-    than = "" if beyond is None else f", more than at {beyond}"
-    return [claim["claim"], claim["paper"], f"{measure}: {ours} − {theirs}{than}", *cells]
+def overall(verdicts: Iterable[str]) -> str:
+    """Returns the verdict of a claim from those of columns: what those that decide share, and open if they do not."""
+    found = {*verdicts}
+    decided = found & {"seen", "against"}
+    return decided.pop() if len(decided) == 1 else "not seen" if found == {"not seen"} else "open"
 
 
-def _apart(claim: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[object, float]:
-    """Returns the differences of a claim's two methods by seed; none if one of them is not there."""
-    found = [groups[name] for name in claim["methods"] if name in groups]
-    return apart(found[0], found[1], claim["measure"]) if len(found) == 2 else {}
+def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Found]:
+    """Returns what columns say of a claim: with each method's best draw, and where they have it, its runner-up."""
+    ends = product(("", RUNNER_UP), repeat=2)
+    first, *others = [
+        _tested(claim, [m + end for m, end in zip(claim["methods"], of, strict=True)], columns) for of in ends
+    ]
+    merged = []
+    for k, (column, (verdict, leaning, text)) in enumerate(zip(columns, first, strict=True)):
+        if not verdict:
+            merged.append(first[k])
+            continue
+        agree = all(way[k].leaning in ("", leaning) for way in others)
+        verdict = verdict if agree else "open"
+        lean = LEANS.get(leaning, "") * (verdict == "open") + ", not with the runner-up" * (not agree)
+        lost = "; ".join(
+            f"{m} collapsed with seed {', '.join(s)}" for m in claim["methods"] if (s := column.lost.get(m))
+        )
+        merged.append(
+            Found(verdict, leaning if agree else "open", f"{verdict}{lean}: {text}" + f" ({lost})" * bool(lost))
+        )
+    return merged
 
 
-def _verdict(found: Difference, larger: bool) -> str:
-    """Returns a difference with its interval: bold if it is as claimed, struck through if it is reversed."""
-    text = found.text("+.4g")
-    if math.isnan(found.half) or not found.clear:
-        return text
-    return f"**{text}**" if (found.mean > 0) == larger else f"~~{text}~~"
+def _tested(claim: Mapping[str, Any], methods: Sequence[str], columns: Sequence[Column]) -> list[Found]:
+    """Returns what two rows of methods say in each column, with Holm's procedure over the columns."""
+    from scipy.stats import ttest_1samp  # takes a second to import
+
+    by_title = {column.title: column for column in columns}
+    values = [[*_apart(claim, methods, column, by_title).values()] for column in columns]
+    p_values = holm([nan if len(each) < 2 else float(ttest_1samp(each, 0).pvalue) for each in values])
+    found = []
+    for column, each, p in zip(columns, values, p_values, strict=True):
+        if not each:
+            base = column.title == _base(claim, column)
+            both = all(method in column.groups for method in methods)
+            found.append(Found("", "", "" if base else "not measured" if both else "not run"))
+            continue
+        by = interval(each)
+        leaning = "not seen" if p >= LEVEL else "seen" if (by.mean > 0) == claim["larger"] else "against"
+        percent = claim["measure"] in ("mean", "std")
+        text = by.text("+.2f", 100.0) + " pp" if percent else by.text("+.3g")
+        seeds = f", {by.seeds} seeds" * (by.seeds < column.seeds)
+        verdict = "open" if by.seeds < column.suite.seeds else leaning
+        found.append(Found(verdict, leaning, text.replace("-", "−") + seeds))
+    return found
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Returns p values that account for their number, by Holm's step-down procedure; 1 for NaN, which is no test."""
+    tests = sorted(p for p in p_values if not isnan(p))
+    steps = [min(1.0, (len(tests) - k) * p) for k, p in enumerate(tests)]
+    return [max((step for step, q in zip(steps, tests, strict=True) if q <= p), default=1.0) for p in p_values]
+
+
+def _apart(
+    claim: Mapping[str, Any], methods: Sequence[str], column: Column, columns: Mapping[str, Column]
+) -> Mapping[object, float]:
+    """Returns the differences of two methods by seed; none if one of them is not there."""
+    base = _base(claim, column)
+    if base == column.title or not all(method in column.groups for method in methods):
+        return {}
+    ours, theirs = (column.groups[method] for method in methods)
+    found = apart(ours, theirs, claim["measure"])
+    if base is None:
+        return found
+    less = _apart({**claim, "beyond": None}, methods, columns[base], columns) if base in columns else {}
+    return {seed: found[seed] - less[seed] for seed in found if seed in less}
+
+
+def _base(claim: Mapping[str, Any], column: Column) -> str | None:
+    """Returns the title of the column that a claim compares with: the same setting at another alpha."""
+    return f"{re.sub(r' alpha [0-9.]+$', '', column.title)} {claim['beyond']}" if claim.get("beyond") else None
+
+
+def _columns(store: Path, name: str) -> Iterator[Column]:
+    suite = Suite.of(store)
+    for column in sorted({line["column"] for line in Store(store).lines}):
+        whole = compare([store / column])
+        found = {group.name: suite.survivors(group) for group in whole}
+        groups = {method: left for method, (left, _) in found.items()}
+        lost = {method: gone for method, (_, gone) in found.items()}
+        yield Column(f"{name}, {column.replace('_', ' ')}", suite, groups, lost, max(len(each.runs) for each in whole))
+
+
+def _summary(verdicts: Counter[str], leanings: Counter[str], columns: Sequence[Column]) -> str:
+    """Returns what the page says in five lines."""
+    total = verdicts.total()
+    short = [f"{c.title}: {c.seeds} of {c.suite.seeds}" for c in columns if c.seeds < c.suite.seeds]
+    lost = [f"{m} with seed {', '.join(s)} ({c.title})" for c in columns for m, s in c.lost.items() if s]
+    counted = ["; ".join(f"{of[each]} {each}" for each in VERDICTS) for of in (verdicts, leanings)]
+    return "\n".join([
+        f"- **Verdicts on {total} claims**: {counted[0]}.",
+        f"- **Too few seeds for a verdict**: {'; '.join(short) or 'nowhere'}.",
+        f"- **What these seeds would say, were they enough**: {counted[1]}.",
+        f"- **Collapsed, counted apart and in no mean**: {'; '.join(lost) or 'none'}.",
+        f"- **What the intervals leave out**: {LEFT_OUT} {total}, some {total * LEVEL:.2g} come by chance.",
+    ])  # fmt: skip

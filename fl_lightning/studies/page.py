@@ -1,72 +1,109 @@
-"""The page of rows: their table, where they are from and what checks found, and their figure."""
+"""The page of rows: a table for each column, where they are from and what checks found, and their figure."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from fl_lightning.core import Figure
-from fl_lightning.results import find_runs, read_config
-from fl_lightning.results.compare import compare
+from fl_lightning.core import Figure, grouped
+from fl_lightning.results import find_runs
+from fl_lightning.results.compare import Group, compare
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import markdown
 from fl_lightning.results.rows import ABOUT
 from fl_lightning.results.table import Markup, cell, columns, differences
 from fl_lightning.studies.check import verdict
 from fl_lightning.studies.store import about
+from fl_lightning.studies.suite import Suite, about_of
 
 FEW = 4
 """Most groups whose curves are drawn; of more, a reader cannot tell one from another."""
+LEFT_OUT = ("std_rounds", "minutes", "gigabytes", "target_minutes")
+"""Columns of `compare` that the page lacks: minutes are those of different machines."""
+LEGEND = (
+    "*Seeds* are those in the means; seeds that have *collapsed*, as the suite says it, are named and enter no "
+    "mean. A method is *self-reported* until another process has trained one of its rows again to the bit (of a "
+    "long one, its first rounds), then *checked*, and *verified* if its program was also held against its "
+    "authors'; the numbers count such rows among all. Differences are means over the common seeds, with 95 % "
+    "intervals by Student's t; bold if those against all other rows leave out 0, or, with one seed, the best."
+)
 
 
-def page(rows: Sequence[str | Path]) -> tuple[str, Callable[[], Figure]]:
-    """Returns the page of rows, as Markdown, and what draws it: curves, or accuracy against lambda_max of many methods.
+Section = tuple[str, str, Callable[[], Figure]]
+"""A column on the page: its name, its text, and what draws its figure."""
+
+
+def page(rows: Sequence[str | Path], methods: Sequence[str] | None = None) -> tuple[str, list[Section]]:
+    """Returns the head of a page of rows, as Markdown, and a section for each of their columns.
+
+    Methods are compared within a column only. A figure has curves, or accuracy against lambda_max of many methods.
 
     Args:
-        rows: Rows of a store, or the store; its ``about.yaml`` gives title, text and reference.
+        rows: Rows of a store, or the store; its ``about.yaml`` gives title, text, reference and suite.
+        methods: Some of the methods, and the reference; None: all.
 
     Raises:
         UserError: If a row is damaged.
     """
-    groups = compare(sorted(find_runs(rows)))
-    heading = _about(groups[0].folders[0])
-    shown = [c for c in columns(groups) if c.table in ("results", "clients") and c.key != "std_rounds"]
-    reference = next((group for group in groups if group.name == heading.get("reference")), groups[0])
-    kept = {group.name: [about(row) for row in group.folders] for group in groups}
-    shown += differences(shown, reference, reference.name)
-    bold = Markup(best="**{}**")
-    head = ["method", "seeds", "checked", *(c.head for c in shown)]
-    lines = [
-        [
-            group.name,
-            str(len(group.runs)),
-            _checked(group.folders),
-            *(cell(group, column, groups, bold) for column in shown),
-        ]
-        for group in groups
-    ]
-    first = kept[groups[0].name][0]["starts"][0]
-    starts = [start for of in kept.values() for row in of for start in row["starts"]]
+    of_column = grouped((folder.parents[1], folder) for folder in sorted(find_runs(rows)))
+    store = next((each for column in of_column for each in (column, *column.parents) if (each / ABOUT).is_file()), None)
+    given = {"title": "Ledger", "text": "", **(about_of(store) if store else {})}
+    suite = Suite.of(store) if store else Suite()
+    source = f", from {suite.source}" if suite.source else ""
+    rules = (
+        f"Suite *{suite.name}*: {suite.kind}{source}; {suite.seeds} seeds decide{'' if suite.alone else ', not alone'}."
+    )
+    sections = list[Section]()
+    for column, folders in of_column.items():
+        groups = compare(folders, target=suite.targets.get(column.name))
+        reference = next((group for group in groups if group.name == given.get("reference")), groups[0])
+        groups = [each for each in groups if methods is None or each is reference or each.name in methods]
+        alive = [left for each in groups if (left := suite.survivors(each)[0]).runs]
+        text = _section(groups, groups.index(reference), suite, given.get("verified", ()))
+        sections.append((column.name, text, _figure(alive)))
+    head = [f"# {given['title']}", given["text"], rules if "suite" in given else "", LEGEND]
+    return "\n\n".join(filter(None, head)), sections
+
+
+def _section(groups: Sequence[Group], reference: int, suite: Suite, verified: Sequence[str]) -> str:
+    """Returns the table of a column, and where its rows are from."""
+    found = [suite.survivors(group) for group in groups]
+    left = [group for group, _ in found if group.runs]
+    shown = [c for c in columns(groups) if c.table in ("results", "clients", "costs") and c.key not in LEFT_OUT]
+    shown += differences(shown, found[reference][0], groups[reference].name)
+    table = [["method", "seeds", "collapsed", "label", *(column.head for column in shown)]]
+    for whole, (group, lost) in zip(groups, found, strict=True):
+        label = _label(whole, verified)
+        cells = (cell(group, column, left, Markup(best="**{}**")) for column in shown)
+        table.append([group.name, str(len(group.runs)), f"seed {', '.join(lost)}" * bool(lost), label, *cells])
+    starts: list[dict[str, Any]] = [start for of in groups for row in of.folders for start in about(row)["starts"]]
     commits, cpus = (
         sorted({(start["commit"] or "unknown")[:7] + " with changes" * start["changed"] for start in starts}),
         sorted({start["cpu"] for start in starts}),
     )
-    made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, torch {first['torch']}, {first['precision']}."
-    checked = (
-        "*Checked* counts the rows that another process has trained again to the bit. Differences are means over the "
-        "common seeds, with 95 % intervals by Student's t; bold if those against all other rows leave out 0, or, with "
-        "one seed, the best."
-    )
-    text = "\n\n".join([f"# {heading['title']}", heading["text"], markdown([head, *lines]).strip(), checked, made])
+    made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, torch {starts[0]['torch']}, {starts[0]['precision']}."
+    return f"{markdown(table).strip()}\n\n{_front(left)}{made}"
+
+
+def _front(groups: Sequence[Group]) -> str:
+    """Returns the methods that no other one surpasses in both accuracy and flatness, in the mean over their runs."""
+    of = {group.name: [group.values(name) for name in ("mean", "flatness/lambda_max")] for group in groups}
+    points = {name: (fmean(accuracies), -fmean(sharpest)) for name, (accuracies, sharpest) in of.items() if sharpest}
+    front = [name for name, (x, y) in points.items() if not any(v > x and w > y for v, w in points.values())]
+    told = "On the front of accuracy and flatness, where no other method is better in both means"
+    return f"{told}: {', '.join(front)}.\n\n" * bool(front)
+
+
+def _figure(groups: Sequence[Group]) -> Callable[[], Figure]:
     runs = {group.name: group.metrics for group in groups}
-    return text, lambda: plot_curves(runs) if len(groups) <= FEW else plot_tradeoff(groups, "lambda_max")
+    return lambda: plot_curves(runs) if len(groups) <= FEW else plot_tradeoff(groups, "lambda_max")
 
 
-def _checked(rows: Sequence[Path]) -> str:
-    """Returns how many rows are equal to the bit, and how many are wrong, by the newest check of each."""
-    found = [verdict(row) for row in rows]
-    wrong = found.count(False)
-    return f"{found.count(True)}" + (f", {wrong} wrong" if wrong else "")
-
-
-def _about(row: Path) -> dict[str, str]:
-    found = next((folder / ABOUT for folder in row.parents if (folder / ABOUT).is_file()), None)
-    return {"title": "Ledger", "text": "", **(read_config(found) if found else {})}
+def _label(group: Group, verified: Sequence[str]) -> str:
+    """Returns what a reader may rely on, and how many rows are equal to the bit, or wrong, by the newest checks."""
+    found = [verdict(row) for row in group.folders]
+    same, wrong = found.count(True), found.count(False)
+    if wrong:
+        return f"{wrong} wrong"
+    label = "verified" if group.name in verified else "checked"
+    return f"{label}, {same} of {len(found)}" if same else "self-reported"

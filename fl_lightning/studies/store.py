@@ -15,13 +15,14 @@ from fl_lightning.results.rows import CONFIG, ROW, Store, config_text
 from fl_lightning.trainer import RunFolder
 
 
-def add(run: Path, store: Store, name: str) -> None:
+def add(run: Path, store: Store, name: str, suite: str | None = None) -> None:
     """Puts a run into a store, without writing it; the checks of a row with the same weights stay.
 
     Args:
         run: The folder of a run that has ended, or of a row, such as one of another store.
         store: The store.
         name: The row's name.
+        suite: The rules by which a study has trained it, see `frozen`.
 
     Raises:
         UserError: If the run cannot be a row, or the store has a row of this name with other weights.
@@ -38,8 +39,8 @@ def add(run: Path, store: Store, name: str) -> None:
         before["weights"] == about["weights"],
         f"{store.folder / name}: a row with other weights; remove it, or give another folder by --into",
     )
-    checks = max(about["checks"], before["checks"], key=len)
-    store.put(name, {**texts, ROW: json_text({**about, "checks": checks}, indent=1)})
+    about |= {"checks": max(about["checks"], before["checks"], key=len)} | ({"suite": suite} if suite else {})
+    store.put(name, {**texts, ROW: json_text(about, indent=1)})
 
 
 def ran(run: Path) -> dict[str, Any]:

@@ -1,23 +1,27 @@
-"""A study: its methods are tuned alike, trained in each column with each seed, and kept as rows of a store.
+"""A study: its methods are trained in each column with each seed, and kept as rows of a store, which has its rules.
 
-Each method draws its settings at random, as often as the others, and is judged on held-out training data. A row is one
-run of its own; draws may be trained as one program. What the store has is not trained again: rows, and the draws of a
-method if one of them is the best.
+A method with ranges is tuned: it draws its settings at random, as often as the others, and is judged on held-out
+training data. A row is one run of its own; draws may be trained as one program. What the store has is not trained
+again: rows, and the draws of a method if one of them is the best.
 """
 
 import csv
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, folded, grouped, make_folder, write_atomically
-from fl_lightning.results import headline, load_yaml, write_table
-from fl_lightning.results.rows import ABOUT, Store
+from fl_lightning.core import UserError, ensure, grouped, make_folder, write_atomically
+from fl_lightning.results import headline, write_table
+from fl_lightning.results.configs import flatten
+from fl_lightning.results.rows import ABOUT, Store, alone
 from fl_lightning.studies.store import add
+from fl_lightning.studies.suite import RUNNER_UP, about_of, frozen
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import Build, Check, Trial, run_trials
@@ -26,6 +30,8 @@ TUNING = "tuning.csv"
 """In a store: all draws."""
 METRIC, LOSS = "server/val/acc", "server/val/loss"
 """What the draws are judged by; the data evaluate both."""
+CORRELATED, SEEDS = 0.3, 1000
+"""Largest rank correlation of two settings over the draws of a method, and how many seeds of draws are tried."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Study:
     """A study.
 
     Attributes:
-        given: What its file says.
+        given: What ``about.yaml`` says.
         folder: The folder of its runs.
         store: The folder of its store.
         build: Makes the run of a trial.
@@ -47,16 +53,15 @@ class Study:
     check: Check
 
     @classmethod
-    def read(cls, file: Path, *of: Any) -> "Study":
-        """Returns the study of a file, with the other attributes.
+    def read(cls, place: Path, *of: Any) -> "Study":
+        """Returns the study in a folder, with the other attributes.
 
         Raises:
-            UserError: If it is not readable.
+            UserError: If the folder has none.
         """
-        try:
-            return cls(load_yaml(file.read_text(encoding="utf-8")), *of)
-        except (OSError, yaml.YAMLError) as error:
-            raise UserError(f"study = {file}: {folded(error)}; give a YAML file, as in benchmarks/studies") from None
+        given = about_of(place)
+        ensure("methods" in given, f"study = {place}: no {ABOUT} with methods there; write one as in ledger/digits")
+        return cls(given, *of)
 
     def run(self, methods: Sequence[str] | None = None) -> Iterator[Path]:
         """Tunes methods, trains the rows that the store lacks, and yields each that is added.
@@ -65,18 +70,27 @@ class Study:
             methods: Some of the methods; None: all.
 
         Raises:
-            UserError: If a setting is wrong, or a row's run breaks off.
+            UserError: If a setting is wrong, a row's run breaks off, or the store has rows of other rules.
         """
-        about = {key: self.given[key] for key in ("title", "text", "reference")}
-        text = yaml.safe_dump(about, sort_keys=False, width=1000)
-        write_atomically(make_folder(self.store, "into") / ABOUT, text)
+        if not (self.store / ABOUT).is_file():
+            text = yaml.safe_dump(self.given, sort_keys=False, width=1000)
+            write_atomically(make_folder(self.store, "into") / ABOUT, text)
+        own = frozen(self.given)
+        others = {line["about"].get("suite", own) for line in Store(self.store).lines} - {own}
+        remedy = "give new rules a new suite.name, and another store by --into"
+        ensure(not others, f"suite = {own}: {self.store} has rows of {', '.join(sorted(others))}; {remedy}")
+        unknown = {*(methods or ())} - {*self.given["methods"]}
+        ensure(
+            not unknown,
+            f"methods = {', '.join(sorted(unknown))}: not in {ABOUT}; it has {', '.join(self.given['methods'])}",
+        )
         for name in methods or self.given["methods"]:
-            if missing := self.missing(name):
-                best = self.known_best(name) or self.tune(name)
-                self.write_tuning()
-                for row, args in missing.items():
-                    self.train(row, [*self._args(name, "rows"), *(f"--{k}={v}" for k, v in best.items()), *args])
-                    yield self.store / row
+            for end in ["", RUNNER_UP] if self.given.get("runner_up") and self._ranges(name) else [""]:
+                if missing := self.missing(name + end):
+                    chosen = [f"--{key}={value}" for key, value in self.chosen(name, end).items()]
+                    for row, args in missing.items():
+                        self.train(row, [*self._args(name, "rows"), *chosen, *args])
+                        yield self.store / row
 
     def missing(self, name: str) -> dict[str, list[str]]:
         """Returns the rows of a method that the store lacks, and the settings of their columns and seeds."""
@@ -90,20 +104,32 @@ class Study:
         }  # fmt: skip
         return {row: args for row, args in rows.items() if row not in kept}
 
-    def known_best(self, name: str) -> dict[str, str] | None:
-        """Returns the best draw of a method in ``tuning.csv``, if all are there, and no other is as accurate."""
-        draws = self._tuning().get(name, [])
-        tried = sorted(((float(acc), text) for _, state, acc, text in draws if state == "finished"), reverse=True)
-        if len(draws) < self.given["draws"] or len(tried) < 2 or tried[0][0] == tried[1][0]:
-            return None
-        best = (setting.partition("=") for setting in shlex.split(tried[0][1]))
-        return {key: value for key, _, value in best}
+    def chosen(self, name: str, end: str = "") -> dict[str, str]:
+        """Returns the tuned settings of a method: those of its rows, else its best draw, or the second-best one.
 
-    def tune(self, name: str) -> dict[str, str]:
-        """Returns the best draw of a method, of equal ones that with the smallest loss; all lie in the folder."""
-        _, *ranges = self.given["methods"][name]
+        Args:
+            name: The method.
+            end: ``RUNNER_UP`` for the second-best draw.
+        """
+        keys = [self.given["ranges"][each]["key"] for each in self._ranges(name)]
+        store = Store(self.store)
+        if not keys or (kept := [line for line in store.lines if line["method"] == name + end]):
+            config = flatten(store.config(kept[0])) if keys else {}
+            return {key: config[key] for key in keys}
+        if name not in self._tuning():
+            self.tune(name)
+        tried = [row for row in self._tuning()[name] if row[1] == "finished"]
+        tried.sort(key=lambda row: -float(row[2]))  # stable: the file has the better one of equals first
+        return dict(each.split("=", 1) for each in shlex.split(tried[bool(end)][3]))
+
+    def tune(self, name: str) -> None:
+        """Trains the draws of a method, and writes them to ``tuning.csv``, of equal ones that with less loss first.
+
+        Raises:
+            UserError: If two settings would be correlated over the draws, or fewer than two draws have finished.
+        """
         parameters = {}
-        for each in map(self.given["ranges"].__getitem__, ranges):
+        for each in map(self.given["ranges"].__getitem__, self._ranges(name)):
             log = {} if "values" in each else {"distribution": "log_uniform_values"}
             parameters[each["key"]] = {**log, **{key: value for key, value in each.items() if key != "key"}}
         text = {
@@ -118,12 +144,22 @@ class Study:
         write_atomically(file, yaml.safe_dump(text, sort_keys=False))
         sweep = Sweep.read(file)
         sweep = replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
-        for _ in Controller(sweep, file.with_suffix(""), [0], 0).run(self.build, check=self.check):
+        seed = next((seed for seed in range(SEEDS) if correlation(sweep, seed) <= CORRELATED), None)
+        problem = f"two settings of {name} have a rank correlation above {CORRELATED} with each of {SEEDS} seeds"
+        ensure(seed is not None, f"draws = {self.given['draws']}: {problem}; give more draws")
+        for _ in Controller(sweep, file.with_suffix(""), [0], seed or 0).run(self.build, check=self.check):
             pass  # one that diverges is a result, too
-        tried = [draw for draw in self._draws(name) if draw["state"] == "finished"]
-        ensure(bool(tried), f"{name}: no draw has finished, see {file.with_suffix('')}; give other ranges")
-        best = max(tried, key=lambda draw: (float(draw[METRIC]), -(headline(Path(draw["folder"]), LOSS) or 0.0)))
-        return {key: best[key] for key in parameters}
+        draws = [*csv.DictReader((file.with_suffix("") / "sweep.csv").read_text(encoding="utf-8").splitlines())]
+        tried = [draw for draw in draws if draw["state"] == "finished"]
+        ensure(
+            len(tried) > 1, f"{name}: {len(tried)} draws have finished, see {file.with_suffix('')}; give other ranges"
+        )
+        draws.sort(key=lambda draw: headline(Path(draw["folder"]), LOSS) or 0.0 if draw in tried else 0.0)
+        own = [[name, d["state"], d[METRIC], shlex.join(f"{key}={d[key]}" for key in parameters)] for d in draws]
+        with alone(self.store):
+            known = self._tuning() | {name: own}
+            rows = [row for each in self.given["methods"] for row in known.get(each, ())]
+            write_table(self.store / TUNING, ["method", "state", METRIC, "settings"], rows)
 
     def train(self, row: str, args: Sequence[str]) -> None:
         """Trains a row, and adds it to the store.
@@ -134,32 +170,27 @@ class Study:
         for found in run_trials([Trial(row, tuple(args))], self.folder / "rows", self.build, check=self.check):
             if found.error is not None or found.folder is None:
                 raise UserError(f"{row}: {found.error}")
-            store = Store(self.store)
-            add(found.folder, store, row)
-            store.write()
+            with Store.edited(self.store) as store:
+                add(found.folder, store, row, frozen(self.given))
 
-    def write_tuning(self) -> None:
-        """Writes all draws so far; methods without draws in the folder keep those that the file has."""
-        known = self._tuning()
-        for name in self.given["methods"]:
-            if draws := self._draws(name):
-                known[name] = [
-                    [name, d["state"], d[METRIC], shlex.join(f"{k}={v}" for k, v in d.items() if k[:6] == "model.")]
-                    for d in draws
-                ]
-        rows = [row for name in self.given["methods"] for row in known.get(name, [])]
-        write_table(self.store / TUNING, ["method", "state", METRIC, "settings"], rows)
+    def _ranges(self, name: str) -> list[str]:
+        return list(self.given["methods"][name][1:])
 
     def _args(self, name: str, length: str) -> list[str]:
         return shlex.split(" ".join([self.given["fit"], self.given["methods"][name][0], self.given[length]]))
-
-    def _draws(self, name: str) -> list[dict[str, str]]:
-        """Returns the draws of a method in the folder; none if it has not been tuned there."""
-        path = self.folder / "tuning" / name / "sweep.csv"
-        return [*csv.DictReader(path.read_text(encoding="utf-8").splitlines())] if path.is_file() else []
 
     def _tuning(self) -> dict[str, list[list[str]]]:
         """Returns the lines of ``tuning.csv`` by method."""
         path = self.store / TUNING
         rows = [*csv.reader(path.read_text(encoding="utf-8").splitlines())][1:] if path.is_file() else []
         return grouped((row[0], row) for row in rows)
+
+
+def correlation(sweep: Sweep, seed: int) -> float:
+    """Returns the largest absolute rank correlation of two settings over the draws of a sweep with a seed."""
+    from scipy.stats import spearmanr  # takes a second to import
+
+    draws = sweep.search(seed).propose(sys.maxsize)
+    of = [[draw[parameter.key] for draw in draws] for parameter in sweep.parameters]
+    of = [values for values in of if len({*values}) > 1]
+    return max((abs(float(spearmanr(a, b).statistic)) for a, b in combinations(of, 2)), default=0.0)

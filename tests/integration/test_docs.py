@@ -166,6 +166,9 @@ NOT_RUN = {
         "ledger/cifar10": "hours",
         "ledger/digits": "a study has filled it",
         "ledger/claims": "the same: tests/studies",
+        "ledger/methods": "a quarter of an hour; its parts: tests/studies",
+        "git worktree": "it needs a clone",
+        ".ci/ledger": "the same",
     },
     "python": {
         "docs/architecture.md": "a quotation, held above",

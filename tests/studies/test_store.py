@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import lzma
 import math
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +18,18 @@ import pytest
 import yaml
 from PIL import Image
 
+import fl_lightning
 from fl_lightning import UserError
 from fl_lightning.core import json_text
 from fl_lightning.results.compare import compare
+from fl_lightning.results.configs import SINCE
 from fl_lightning.results.metrics import read_directions
 from fl_lightning.results.rows import Store, changes, config_text, extract, located
 from fl_lightning.results.summary import headline
 from fl_lightning.studies import claims
 from fl_lightning.studies.page import page
 from fl_lightning.studies.store import portable
+from tests import renew
 from tests.runs import DIGITS, cli
 from tests.runs import run as train
 
@@ -105,6 +112,30 @@ def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Pa
     store.write()
     with pytest.raises(SystemExit, match="a row with other weights"):
         cli("study", "add", str(copy), f"--into={tmp_path / 'both'}")
+
+
+def test_a_removed_row_takes_nothing_from_the_others(study: Path, copy: Path) -> None:
+    """Not the first one either, whose config is the base of all."""
+    whole = Store(study / "rows")
+    for method, seed in SEEDS[:-1]:
+        cli("study", "remove", str(copy / method / f"seed_{seed}"))
+        left = Store(copy)
+        kept = {line["row"]: left.files(line) for line in left.lines}
+        assert f"{method}/seed_{seed}" not in kept
+        assert kept == {line["row"]: whole.files(line) for line in whole.lines if line["row"] in kept}
+    assert [line["row"] for line in Store(copy).lines] == ["FedSAM/seed_1"]
+
+
+def test_processes_that_add_at_once_lose_nothing(study: Path, tmp_path: Path) -> None:
+    for k, (method, seed) in enumerate(SEEDS):
+        shutil.copytree(run_of(study, method, seed), tmp_path / str(k) / method / f"seed_{seed}" / "version_0")
+    add = [sys.executable, "-m", "fl_lightning", "study", "add"]
+    started = [subprocess.Popen([*add, str(tmp_path / str(k)), f"--into={tmp_path / 'rows'}"]) for k in range(4)]
+    assert [process.wait(timeout=120) for process in started] == [0] * 4
+    found, whole = Store(tmp_path / "rows"), Store(study / "rows")
+    assert {line["row"]: found.files(line) for line in found.lines} == {
+        line["row"]: whole.files(line) for line in whole.lines
+    }
 
 
 @pytest.mark.slow
@@ -194,11 +225,24 @@ def test_a_row_trained_again_is_equal_to_the_bit(
     assert about(copy, "FedSAM/seed_1")["checks"] == [check]
     cli("study", "page", str(copy))
     page = capsys.readouterr().out
-    assert "# Small" in page and "| FedSAM | 2 | 1 |" in page and "− FedAvg" in page
+    assert "# Small" in page and "| FedSAM | 2 |  | checked, 1 of 2 |" in page and "− FedAvg" in page
     cli("study", "page", str(copy), "--out", str(tmp_path / "pages" / "small.md"))
     assert "![" in (tmp_path / "pages" / "small.md").read_text()
     with Image.open(tmp_path / "pages" / "small.png") as image:
         image.load()
+
+
+@pytest.mark.slow
+def test_a_row_is_compared_as_far_as_it_was_trained_again(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a long one is within some minutes."""
+    cli("study", "check", str(copy / "FedSAM" / "seed_0"), "--trainer.max_rounds=3")
+    assert "equal to the bit in its first 3 rounds" in capsys.readouterr().out.replace("\n", " ")
+    (check,) = about(copy, "FedSAM/seed_0")["checks"]
+    assert check["same"] and check["rounds"] == 3
+    cli("study", "check", str(copy / "FedSAM" / "seed_0"), "--minutes=1")
+    assert "rounds" not in about(copy, "FedSAM/seed_0")["checks"][1]  # it took seconds
+    with pytest.raises(SystemExit, match="not met"):
+        cli("study", "check", str(copy / "FedSAM" / "seed_0"), "--trainer.max_rounds=3", "--data.batch_size=31")
 
 
 @pytest.mark.slow
@@ -232,31 +276,35 @@ def test_a_row_with_another_bit_is_wrong_and_the_page_says_so(copy: Path, capsys
         store.write()
 
     def checked() -> str:
-        return next(line.split(" | ")[2] for line in page([copy])[0].splitlines() if line.startswith("| FedAvg"))
+        ((_, text, _),) = page([copy])[1]
+        return next(line.split(" | ")[3] for line in text.splitlines() if line.startswith("| FedAvg"))
 
     cli("study", "check", row)
-    assert checked() == "1"
+    assert checked() == "checked, 1 of 2"
     change()
-    assert checked() == "0"  # the check was one of other metrics
+    assert checked() == "self-reported"  # the check was one of other metrics
     with pytest.raises(SystemExit, match="1 of 1 rows are not met"):
         cli("study", "check", row)
     assert "server/test/loss" in capsys.readouterr().out
     assert [check["same"] for check in about(copy, "FedAvg/seed_0")["checks"]] == [True, False]
-    assert checked() == "0, 1 wrong"
+    assert checked() == "1 wrong"
     # the same difference counts as another processor's
     other = about(copy, "FedAvg/seed_0")
     other["starts"][0]["cpu"] = "another"
     change(other)
     cli("study", "check", row)
     assert "which is not the row's" in capsys.readouterr().out.replace("\n", " ")
-    assert checked() == "0"
+    assert checked() == "self-reported"
 
 
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["melt", "runs"], "action = melt: give one of run, add, check, extract, page, claims"),
+        (["melt", "runs"], "action = melt: give one of run, add, remove, check, extract, page, claims"),
         (["check", "runs"], "no row of a store there"),
+        (["remove", "rows/FedSAN"], "no row of a store there"),
+        (["run", "nosuch"], r"study = nosuch: no about\.yaml with methods there"),
+        (["check", "rows/FedSAM", "--beyond=rows"], "paths = rows/FedSAM: give one store"),
         (["extract", "rows/FedSAN"], "no row of a store there"),
         (["check", "rows", "--count=0"], "count = 0: give a whole number of at least 1"),
         (["check", "rows/FedSAM/seed_1", "--data.batch_size=31"], "not met"),
@@ -309,11 +357,47 @@ def test_the_draw_of_rows_to_check_follows_the_seed(copy: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [path.stem for path in (DOCS / "ledger").glob("*.md") if path.stem != "claims"])
+@pytest.mark.parametrize("name", renew.LEDGER)
 def test_pages_of_the_docs_are_those_of_the_ledger(name: str) -> None:
-    study, _, column = name.partition("_")
-    text, _ = page([LEDGER / study / ("*/seed_0" if study == "cifar10" else column)])
-    assert (DOCS / "ledger" / f"{name}.md").read_text().startswith(text)
+    head, sections = page([LEDGER / renew.LEDGER[name]])
+    text = (DOCS / "ledger" / f"{name}.md").read_text()
+    assert text.startswith(head) and all(table in text for _, table, _ in sections)
+
+
+def test_a_setting_absent_and_at_its_default_is_one(copy: Path) -> None:
+    """As rows of before a setting and of after it are; `SINCE` has the default of each that is not null."""
+    before = len(compare(copy))
+    store = Store(copy)
+    files = store.files(store.lines[0])
+    config = yaml.safe_load(files["config.yaml"])
+    for clock, groups in ((None, 0), ("another", 1)):
+        config["trainer"].pop("clock")
+        config["trainer"] |= {"clock": clock} if clock else {}
+        config["model"]["init_args"]["eps"] = SINCE["eps"]
+        store.put(store.lines[0]["row"], files | {"config.yaml": config_text(config)})
+        store.write()
+        assert len(compare(copy)) == before + groups
+        config["trainer"]["clock"] = None
+
+
+def test_settings_that_rows_of_the_ledger_lack_are_at_defaults_that_are_known() -> None:
+    """One that a class has got since with another default than null is to be in `SINCE`."""
+
+    def parts(value: Any) -> Iterator[dict[str, Any]]:
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from parts(each)
+        if isinstance(value, dict) and "class_path" in value:
+            yield value
+
+    for store in map(Store, LEDGER.iterdir()):
+        for method in {line["method"] for line in store.lines}:
+            config = store.config(next(line for line in store.lines if line["method"] == method))
+            for part in (part for name in ("model", "data") for part in parts({"": config[name]})):
+                kind = getattr(fl_lightning, part["class_path"].rpartition(".")[2])
+                defaults = {key: of.default for key, of in inspect.signature(kind).parameters.items()}
+                for key in defaults.keys() - part["init_args"].keys():
+                    if isinstance(defaults[key], str | int | float | bool | None):
+                        assert defaults[key] == SINCE.get(key), (store.folder.name, method, key)
 
 
 @pytest.mark.slow

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import csv
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from scipy.stats import spearmanr
 
-from fl_lightning.results.rows import Store
+from fl_lightning.results.rows import Store, extract
 from tests.runs import DIGITS, cli
 
-STUDY = {
+STUDY: dict[str, Any] = {
     "title": "Small",
     "text": "Digits.",
     "reference": "FedAvg",
     "fit": " ".join([*DIGITS, "--trainer.callbacks=[Checkpoints]"]),
-    "draws": 2,
+    "draws": 4,
     "tuning": "--data.val_fraction 0.3 --trainer.max_rounds 1",
     "rows": "--trainer.max_rounds 2",
     "columns": {"alpha 1": "--data.partition Dirichlet --data.partition.alpha 1"},
@@ -29,19 +33,37 @@ STUDY = {
 }
 
 
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The study, in ``small``, and its store, ``rows``; FedSAM was trained first."""
+    root = tmp_path_factory.mktemp("study")
+    extract({"small/about.yaml": yaml.safe_dump(STUDY)}, root)
+    run(root, "--methods=FedSAM")
+    run(root)
+    with Store.edited(root / "rows") as store:
+        for line in store.lines:  # as if these tests' own code were committed
+            line["about"]["starts"][0]["changed"] = False
+    return root
+
+
+@pytest.fixture
+def copy(ran: Path, tmp_path: Path) -> Path:
+    """Both, to be changed."""
+    return Path(shutil.copytree(ran, tmp_path / "copy"))
+
+
+def run(root: Path, *args: str) -> None:
+    cli("study", "run", str(root / "small"), f"--into={root / 'rows'}", f"--out={root / 'runs'}", *args)
+
+
 @pytest.mark.slow
-def test_a_study_is_tuned_trained_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(STUDY))
-    args = ["study", "run", str(tmp_path / "small.yaml"), f"--into={tmp_path / 'rows'}", f"--out={tmp_path / 'runs'}"]
-    cli(*args, "--methods=FedSAM")
-    cli(*args)
-    store = Store(tmp_path / "rows")
+def test_a_study_is_tuned_trained_and_kept(ran: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(ran / "rows")
     assert [(line["row"], line["column"], line["method"], line["seed"]) for line in store.lines] == [
         ("alpha_1/FedSAM/seed_3", "alpha_1", "FedSAM", 3), ("alpha_1/FedAvg/seed_3", "alpha_1", "FedAvg", 3),
     ]  # fmt: skip
-    with (tmp_path / "rows" / "tuning.csv").open(newline="") as file:
-        draws = [*csv.DictReader(file)]
-    assert [draw["method"] for draw in draws] == ["FedAvg"] * 2 + ["FedSAM"] * 2
+    draws = drawn(ran)
+    assert [draw["method"] for draw in draws] == ["FedAvg"] * 4 + ["FedSAM"] * 4
     for line in store.lines:
         own = [draw for draw in draws if draw["method"] == line["method"]]
         best = max(float(draw["server/val/acc"]) for draw in own)
@@ -49,8 +71,91 @@ def test_a_study_is_tuned_trained_and_kept(tmp_path: Path, capsys: pytest.Captur
         lr = config["model"]["init_args"]["optimizer"]["init_args"]["lr"]
         assert any(f"lr={lr}" in draw["settings"] and float(draw["server/val/acc"]) == best for draw in own)
         assert config["data"]["init_args"]["val_fraction"] == 0 and config["trainer"]["max_rounds"] == 2
-    before = (tmp_path / "rows" / "rows.jsonl").read_bytes()
-    capsys.readouterr()
-    cli(*args)
+    before = (ran / "rows" / "rows.jsonl").read_bytes()
+    run(ran)
     assert "added" not in capsys.readouterr().out
-    assert (tmp_path / "rows" / "rows.jsonl").read_bytes() == before
+    assert (ran / "rows" / "rows.jsonl").read_bytes() == before
+
+
+def drawn(root: Path) -> list[dict[str, str]]:
+    with (root / "rows" / "tuning.csv").open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+@pytest.mark.slow
+def test_settings_are_not_correlated_over_draws_or_too_few_draws_are_refused(ran: Path, copy: Path) -> None:
+    pairs = [
+        [float(setting.rpartition("=")[2]) for setting in draw["settings"].split()]
+        for draw in drawn(ran)
+        if draw["method"] == "FedSAM"
+    ]
+    assert abs(spearmanr(pairs).statistic) <= 0.3
+    two = {**STUDY["ranges"], "rho": {"key": "model.rho", "min": 0.1, "max": 0.2}}
+    extract({"small/about.yaml": yaml.safe_dump({**STUDY, "draws": 2, "ranges": two})}, copy)
+    with pytest.raises(SystemExit, match=r"draws = 2: two settings of FedSAM have a rank correlation above 0\.3"):
+        cli("study", "run", str(copy / "small"), "--methods=FedSAM", f"--out={copy / 'others'}")
+
+
+@pytest.mark.slow
+def test_a_removed_row_comes_back_with_the_settings_of_the_others(copy: Path) -> None:
+    """With the best draw of ``tuning.csv``, or those of the method's other rows; and the second-best as runner-up."""
+    whole = Store(copy / "rows").lines
+    cli("study", "remove", str(copy / "rows/alpha_1/FedSAM/seed_3"))
+    run(copy, "--methods=FedSAM")
+    assert {line["row"]: line["about"]["weights"] for line in Store(copy / "rows").lines} == {
+        line["row"]: line["about"]["weights"] for line in whole
+    }
+    for file in ("small", "rows"):
+        extract({f"{file}/about.yaml": yaml.safe_dump({**STUDY, "runner_up": True, "seeds": [3]})}, copy)
+    run(copy, "--methods=FedSAM")
+    values = sorted(
+        (draw for draw in drawn(copy) if draw["method"] == "FedSAM"), key=lambda d: -float(d["server/val/acc"])
+    )
+    store = Store(copy / "rows")
+    (line,) = store.matching("alpha_1/FedSAM (runner-up)/seed_3")
+    assert (
+        f"lr={store.config(line)['model']['init_args']['optimizer']['init_args']['lr']} " in values[1]["settings"] + " "
+    )
+
+
+@pytest.mark.slow
+def test_rows_of_other_rules_are_another_suite(copy: Path) -> None:
+    with pytest.raises(SystemExit, match="methods = FedGM: not in"):
+        run(copy, "--methods=FedGM")
+    extract({"small/about.yaml": yaml.safe_dump({**STUDY, "rows": "--trainer.max_rounds 3"})}, copy)
+    with pytest.raises(SystemExit, match=r"suite = none, \w+: .*rows has rows of none, \w+; give new rules a new"):
+        run(copy)
+
+
+@pytest.mark.slow
+def test_new_rows_follow_the_rules_and_leave_the_others_alone(
+    ran: Path, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a pull request with a row is asked for."""
+    before = Path(shutil.copytree(copy / "rows", copy / "before"))
+    cli("study", "remove", str(before / "alpha_1/FedSAM/seed_3"))
+    args = ["study", "check", str(copy / "rows"), f"--beyond={before}", "--count=2"]
+    cli(*args)
+    said = capsys.readouterr().out.replace("\n", "")
+    assert "FedSAM/seed_3: equal to the bit" in said and "FedAvg" not in said
+    cli("study", "page", str(copy / "rows"), f"--beyond={before}")
+    assert [text[:9] for text in capsys.readouterr().out.splitlines() if text.startswith("| Fed")] == [
+        "| FedAvg ",
+        "| FedSAM ",
+    ]
+
+    def changed(name: str, change: Callable[[dict[str, Any]], object], line: str) -> None:
+        shutil.rmtree(copy / "rows")
+        shutil.copytree(ran / "rows", copy / "rows")
+        with Store.edited(copy / "rows") as store:
+            change(store.matching(f"alpha_1/{name}/seed_3")[0])
+        with pytest.raises(SystemExit, match=line):
+            cli(*args)
+
+    changed("FedSAM", lambda line: line["about"].pop("suite"), "was not trained by these rules")
+    changed("FedSAM", lambda line: line.update(seed=4), "its column or seed is not one of the study")
+    changed("FedSAM", lambda line: line["about"]["starts"][0].update(changed=True), "its code was not committed")
+    changed(
+        "FedAvg", lambda line: line["about"].update(weights="x"), "FedAvg/seed_3: is missing, or is not what it was"
+    )
+    changed("FedAvg", lambda line: line.update(row="other"), "FedAvg/seed_3: is missing, or is not what it was")

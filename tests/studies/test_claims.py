@@ -1,0 +1,132 @@
+"""Verdicts on claims, from rows whose numbers are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from scipy.stats import ttest_rel
+
+from fl_lightning import UserError
+from fl_lightning.results.rows import Store, extract
+from fl_lightning.studies.claims import holm, overall, page
+from fl_lightning.studies.suite import Suite
+
+BASE = [0.70, 0.72, 0.71, 0.73, 0.70]
+BETTER = [0.80, 0.83, 0.80, 0.84, 0.81]
+SAME = [0.71, 0.71, 0.71, 0.73, 0.70]
+START = {"commit": "c0ffee0", "changed": False, "cpu": "A processor", "torch": "2", "precision": "32-true"}
+CLAIM = {"claim": "A is better than B", "paper": "Table 1", "methods": ["A", "B"], "measure": "mean", "larger": True}
+
+
+def made(folder: Path, rows: Mapping[str, Sequence[float]], claim: Mapping[str, Any] = CLAIM, **suite: Any) -> Path:
+    """A file of one claim, and its store, with the accuracies of each method's seeds in a column."""
+    with Store.edited(folder / "rows") as store:
+        for name, accuracies in rows.items():
+            for seed, acc in enumerate(accuracies):
+                config = {
+                    "model": {"class_path": name.rpartition("/")[2]},
+                    "data": {"init_args": {"seed": seed}},
+                    "trainer": {"seed": seed, "max_rounds": 1},
+                }
+                files = {
+                    "config.yaml": yaml.safe_dump(config, sort_keys=False),
+                    "metrics.csv": f"round,server/test/acc,flatness/lambda_max\r\n1,{acc},{acc}\r\n",
+                    "row.json": json.dumps({"seed": seed, "checks": [], "starts": [START]}),
+                }
+                store.put(f"{name}/seed_{seed}", files)
+    text = {"title": "Claims", "before": "", "after": "", "stores": {"rows": "small"}, "claims": [claim]}
+    extract({"claims.yaml": yaml.safe_dump(text), "rows/about.yaml": yaml.safe_dump({"suite": suite})}, folder)
+    return folder / "claims.yaml"
+
+
+def cells(file: Path) -> list[str]:
+    """The cells of the claim: verdict, claim, paper, difference, the columns, and what it rests on."""
+    (found,) = (text for text in page(file).splitlines() if "| A is better than B |" in text)
+    return [cell.strip() for cell in found.strip("|").split("|")]
+
+
+def apart(a: Sequence[float], n: int = 5) -> str:
+    """The difference of the first seeds to the base, by SciPy."""
+    found = ttest_rel(a[:n], BASE[:n])
+    low, high = found.confidence_interval()
+    mean = sum(x - y for x, y in zip(a[:n], BASE[:n], strict=True)) / n
+    return f"{100 * mean:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}] pp".replace("-", "−")
+
+
+WORSE = [2 * base - better for better, base in zip(BETTER, BASE, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("a", "verdict", "cell"),
+    [
+        (BETTER, "**seen**", f"seen: {apart(BETTER)}"),
+        (BETTER[:4], "**open**, as claimed", f"open, as claimed: {apart(BETTER, 4)}, 4 seeds"),
+        (SAME, "**not seen**", f"not seen: {apart(SAME)}"),
+        (WORSE, "**against**", f"against: {apart(WORSE)}"),
+        ([*BETTER[:4], 0.1], "**open**, as claimed", f": {apart(BETTER, 4)}, 4 seeds (A collapsed with seed 4)"),
+        ([*BETTER[:4], math.nan], "**open**, as claimed", f": {apart(BETTER, 4)}, 4 seeds (A collapsed with seed 4)"),
+        ([], "**open**", "not run"),
+    ],
+)
+def test_a_verdict_is_first_and_collapsed_seeds_enter_no_mean(
+    a: list[float], verdict: str, cell: str, tmp_path: Path
+) -> None:
+    found = cells(made(tmp_path, {"c/A": a, "c/B": BASE}, collapsed=0.2))
+    assert found[0] == verdict and found[4].endswith(cell)
+    assert found[-1] == ("published settings" if a else "")
+
+
+def test_a_suite_that_does_not_decide_alone_leaves_a_claim_open(tmp_path: Path) -> None:
+    found = cells(made(tmp_path, {"c/A": BETTER, "c/B": BASE}, alone=False))
+    assert found[0] == "**open**, as claimed" and found[4].startswith("seen: ")
+
+
+def test_a_claim_is_seen_only_where_the_runner_up_agrees(tmp_path: Path) -> None:
+    rows = {"c/A": BETTER, "c/B": BASE, "c/A (runner-up)": BETTER, "c/B (runner-up)": BASE}
+    found = cells(made(tmp_path / "both", rows, kind="equal budget"))
+    assert (found[0], found[-1]) == ("**seen**", "two settings each")
+    found = cells(made(tmp_path / "one", {**rows, "c/A (runner-up)": SAME}, kind="equal budget"))
+    assert found[0] == "**open**" and found[4] == f"open, as claimed, not with the runner-up: {apart(BETTER)}"
+    found = cells(made(tmp_path / "none", {"c/A": BETTER, "c/B": BASE}, kind="equal budget"))
+    assert (found[0], found[-1]) == ("**seen**", "one setting each")
+
+
+def test_the_columns_of_a_claim_are_tested_together(tmp_path: Path) -> None:
+    """A difference with p = 0.046 is seen alone, and not as the smallest of five."""
+    weak = [b + by for b, by in zip(BASE, (0.02, 0.01, 0.003, 0.012, 0.002), strict=True)]
+    assert 0.04 < ttest_rel(weak, BASE).pvalue < 0.05
+    assert cells(made(tmp_path / "one", {"c/A": weak, "c/B": BASE}))[0] == "**seen**"
+    many = {f"c{k}/{name}": of for k in range(5) for name, of in (("A", weak if k == 0 else SAME), ("B", BASE))}
+    assert cells(made(tmp_path / "five", many))[0] == "**not seen**"
+
+
+def test_a_claim_on_the_difference_of_two_columns(tmp_path: Path) -> None:
+    rows = {"alpha_0/A": BETTER, "alpha_0/B": BASE, "alpha_100/A": SAME, "alpha_100/B": BASE}
+    found = cells(made(tmp_path, rows, {**CLAIM, "beyond": "alpha 100"}))
+    assert found[4].startswith("seen: +10.40") and found[5] == ""  # the second column is the base
+    assert found[3] == "mean: A − B, more than at alpha 100"
+
+
+def test_p_values_account_for_their_number_as_holm_says() -> None:
+    assert holm([0.01, 0.04, math.nan, 0.03]) == pytest.approx([0.03, 0.06, 1, 0.06])  # Holm, 1979
+    assert holm([0.02]) == [0.02]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "whole"),
+    [("seen,open", "seen"), ("seen,against", "open"), ("not seen,open", "open"), ("not seen,not seen", "not seen")],
+)
+def test_a_claims_verdict_is_what_its_deciding_columns_share(verdicts: str, whole: str) -> None:
+    assert overall(verdicts.split(",")) == whole
+
+
+def test_another_key_of_a_suite_is_a_line(tmp_path: Path) -> None:
+    extract({"about.yaml": "suite: {seed: 5}"}, tmp_path)
+    with pytest.raises(UserError, match=r"about\.yaml: suite: .*'seed'; give name, kind"):
+        Suite.of(tmp_path)
