@@ -382,7 +382,7 @@ def suites(small: bool) -> dict[str, tuple[list[Case], list[str]]]:
             [
                 here(f"{method}, {n} processes{'' if fixed else ', not deterministic'}", processes, 0, method=method,
                      processes=n, deterministic=fixed, rounds=rounds)
-                for method, n, fixed in product(("FedAvg", "FedSMOO", "SCAFFOLD"), (2, 4), (True, False))
+                for method, n, fixed in product(("FedAvg", "FedSMOO", "SCAFFOLD")[2 * small :], (2, 4), (True, False))
             ],
             ["first_mb"],
         ),
