@@ -17,7 +17,7 @@ from fl_lightning.results.compare import Group, apart, compare, interval
 from fl_lightning.results.rows import Store
 from fl_lightning.studies.suite import RUNNER_UP, Suite
 
-VERDICTS = ("seen", "not seen", "against", "open")
+VERDICTS = ("seen", "seen in part", "not seen", "against in part", "against", "open")
 LEANS = {"seen": ", as claimed", "against": ", reversed"}
 """Where the interval of an open claim lies."""
 LEVEL = 0.05
@@ -93,10 +93,12 @@ def page(file: Path) -> str:
 
 
 def overall(verdicts: Iterable[str]) -> str:
-    """Returns the verdict of a claim from those of columns: what those that decide share, and open if they do not."""
+    """Returns the verdict of a claim from those of columns: in part, if some of these are *not seen*."""
     found = {*verdicts}
-    decided = found & {"seen", "against"}
-    return decided.pop() if len(decided) == 1 else "not seen" if found == {"not seen"} else "open"
+    sides = found & {"seen", "against"}
+    if len(sides) == 1:
+        return sides.pop() + " in part" * ("not seen" in found)
+    return "not seen" if found == {"not seen"} else "open"
 
 
 def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Found]:

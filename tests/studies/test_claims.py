@@ -120,7 +120,15 @@ def test_p_values_account_for_their_number_as_holm_says() -> None:
 
 @pytest.mark.parametrize(
     ("verdicts", "whole"),
-    [("seen,open", "seen"), ("seen,against", "open"), ("not seen,open", "open"), ("not seen,not seen", "not seen")],
+    [
+        *[
+            ("seen,open", "seen"),
+            ("seen,against", "open"),
+            ("not seen,open", "open"),
+            ("not seen,not seen", "not seen"),
+        ],
+        *[("seen,not seen", "seen in part"), ("open,not seen,against", "against in part")],
+    ],
 )
 def test_a_claims_verdict_is_what_its_deciding_columns_share(verdicts: str, whole: str) -> None:
     assert overall(verdicts.split(",")) == whole
