@@ -189,6 +189,7 @@ def test_fedlesam_ascent(golden: Golden) -> None:
     _, record = golden.run(
         Watched(net=golden.net(), optimizer=WD, rho=0.1), sampler=ReplaySampler([[1, 2], [2], [1], [2]]), max_rounds=4
     )
+    del seen[0, 1], seen[1, 1]  # of the dry step
     for (t, size), steps in seen.items():
         assert len(steps) == 3
         for e in steps:
@@ -405,7 +406,7 @@ def test_fedsmoo_perturbations_have_the_radius(golden: Golden) -> None:
             return direction, new
 
     _, record = golden.run(Watched(net=golden.net(), optimizer=WD, rho=rho))
-    assert seen == pytest.approx([rho] * (6 * 2 * 3), abs=1e-10)
+    assert seen[2:] == pytest.approx([rho] * (6 * 2 * 3), abs=1e-10)  # after the dry step
     assert [float(norm(s.s)) for s in record.server] == pytest.approx([0] + [rho] * 6, abs=1e-10)
     assert "s_hat" not in record.client[-1][0]
 
