@@ -91,10 +91,14 @@ class Store:
         Raises:
             UserError: If it cannot be made, or is damaged.
         """
-        with alone(make_folder(folder, "into")):
-            store = cls(folder)
-            yield store
-            store.write()
+        try:
+            with alone(make_folder(folder, "into")):
+                store = cls(folder)
+                yield store
+                store.write()
+        finally:
+            with suppress(OSError):
+                folder.rmdir()  # if it is empty, since something has failed
 
     def matching(self, name: str) -> list[Line]:
         """Returns the lines of a row, of the rows below a name, or of a shell's pattern of both; of all for ``.``."""
