@@ -17,7 +17,7 @@ from fl_lightning.results.compare import Group, apart, compare, interval
 from fl_lightning.results.rows import Store
 from fl_lightning.studies.suite import RUNNER_UP, Suite
 
-VERDICTS = ("seen", "seen in part", "not seen", "against in part", "against", "open")
+VERDICTS = ("seen", "seen in part", "not seen", "seen and against", "against in part", "against", "open")
 LEANS = {"seen": ", as claimed", "against": ", reversed"}
 """Where the interval of an open claim lies."""
 LEVEL = 0.05
@@ -95,9 +95,9 @@ def page(file: Path) -> str:
 def overall(verdicts: Iterable[str]) -> str:
     """Returns the verdict of a claim from those of columns: in part, if some of these are *not seen*."""
     found = {*verdicts}
-    sides = found & {"seen", "against"}
-    if len(sides) == 1:
-        return sides.pop() + " in part" * ("not seen" in found)
+    sides = " and ".join(side for side in ("seen", "against") if side in found)
+    if sides:
+        return sides + " in part" * ("not seen" in found and " and " not in sides)
     return "not seen" if found == {"not seen"} else "open"
 
 

@@ -123,7 +123,7 @@ def test_p_values_account_for_their_number_as_holm_says() -> None:
     [
         *[
             ("seen,open", "seen"),
-            ("seen,against", "open"),
+            ("seen,against", "seen and against"),
             ("not seen,open", "open"),
             ("not seen,not seen", "not seen"),
         ],
