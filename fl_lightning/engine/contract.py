@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import cache, wraps
 from inspect import getmembers, isfunction, signature
 from itertools import product
 from typing import Any, get_args, get_origin, get_type_hints
@@ -147,7 +147,7 @@ def _held_copy(owner: Any, d: int) -> Any:
 
 def _held(hook: Any, declared: Any, d: int) -> Any:
     """Returns a hook that is held, whenever it is called, against its declaration in the base class."""
-    owner, kind, parameters = hook.__self__, get_type_hints(declared)["return"], [*signature(declared).parameters][1:]
+    owner, (kind, parameters) = hook.__self__, _promised(declared)
     name, says = f"{type(owner).__name__}.{hook.__name__}", "as the docstring of this hook in the base class says"
     several = get_origin(kind) is tuple and ... not in get_args(kind)
     may_be_none = kind is type(None) or type(None) in get_args(kind)
@@ -181,6 +181,12 @@ def _held(hook: Any, declared: Any, d: int) -> Any:
         return value
 
     return call
+
+
+@cache
+def _promised(declared: Any) -> tuple[Any, list[str]]:
+    """Returns the type of what a hook returns, and the names of its arguments."""
+    return get_type_hints(declared)["return"], [*signature(declared).parameters][1:]
 
 
 def _tensors(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
