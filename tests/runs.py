@@ -244,7 +244,7 @@ def forked(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Abstr
 def killed(*args: str, root: Path) -> Path:
     """Kills an ``fl-lightning`` whose runs lie below ``root`` after nine rounds or more; returns its run folder."""
     with forked(*args, f"--trainer.default_root_dir={root}", cwd=root.parent) as child:
-        deadline, logs = time.monotonic() + 120, list[Path]()
+        deadline, logs = time.monotonic() + 600, list[Path]()
         while not logs or len(logs[0].read_text().splitlines()) < 10:  # the header and 9 rounds
             assert child.poll() is None and time.monotonic() < deadline
             time.sleep(0.002)

@@ -162,7 +162,7 @@ def test_a_run_with_a_class_of_ones_own_resumes_from_its_own_config(tmp_path: Pa
 
     def command(*command: str) -> str:
         with forked(*command, cwd=tmp_path) as child:
-            out, err = child.communicate(timeout=120)
+            out, err = child.communicate(timeout=600)
         assert child.returncode == 0, err
         return out
 

@@ -194,6 +194,8 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
             "--data FederatedDataModule",
             "data = FederatedDataModule: an abstract class; give one below it that defines l",
         ),
+        ("--trainer.sampler CohortSampler", "CohortSampler: an abstract class; give one below it that defines __call__"),
+        ("--model.ascent fl_lightning.Ascent", "Ascent: an abstract class; give one below it that defines __call__"),
         ("--trainer.faults 0.5", "trainer.faults = 0.5: no such class; choose from Faults. A class of your own"),
         ("--model.metrics acc", "model.metrics = acc: expected a list; give [acc], or --model.metrics+=acc"),
         (
@@ -204,7 +206,7 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
             "--trainer.name.part a",
             "trainer.name.part = a: trainer.name has no settings of its own; give --trainer.name V",
         ),
-        ("--model.ascent=null --model.ascent.rho=1", "no such setting of this class (one of ASAM, LESAM, SAM, which "),
+        ("--model.ascent=null --model.ascent.rho=1", "model.ascent.rho = 1: give its class first: --model.ascent ASAM"),
         ("--model.optimizer.help Adam", "model.optimizer.help = Adam: no such class; did you mean AdamW?"),
     ],
 )
@@ -223,6 +225,10 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         FederatedCLI("fit", "--config=half.yaml")
     line = explain(error.value, ["half.yaml"])
     assert line is not None and "line 1, column" in line and "string" not in line
+    (tmp_path / "mine.py").touch()  # read as YAML, an empty file is null
+    for key in ("model.net", "trainer.callbacks"):
+        found = line_of(FederatedCLI, "fit", "--config=quickstart", f"--{key}=mine.py")
+        assert found == f"{key} = mine.py: no dotted path of a class; give one, such as mine.CLASS"
 
 
 def test_a_key_of_a_file_is_named_in_full(tmp_path: Path) -> None:

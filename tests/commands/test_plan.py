@@ -265,7 +265,7 @@ def test_engine_is_that_of_the_config(tmp_path: Path) -> None:
 def test_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     args = ["plan", "--model=SCAFFOLD", *DIGITS, "--devices=2", "--nodes=2"]
     with forked(*args, cwd=tmp_path) as child:
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
     assert "local training" in out and "on the wire: 468,480 bits" in out
     assert list(tmp_path.iterdir()) == []

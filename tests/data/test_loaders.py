@@ -134,7 +134,7 @@ torch.save((model.seen, model.net.state_dict()), f"rank{{trainer.global_rank}}.p
 def test_two_processes_train_on_shares(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with process(sys.executable, str(tmp_path / "script.py"), cwd=tmp_path) as child:
-        _, err = child.communicate(timeout=120)
+        _, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
     (a, net_a), (b, net_b) = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
     assert all(torch.equal(net_a[name], net_b[name]) for name in net_a)

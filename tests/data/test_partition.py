@@ -667,7 +667,7 @@ def shown(tmp_path_factory):
     out = tmp_path_factory.mktemp("shown") / "figures"
     args = ["data", f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--data.num_clients=20", f"--out={out}"]
     with forked(*args, cwd=out.parent) as child:
-        text, err = child.communicate(timeout=120)
+        text, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
     return text, out
 

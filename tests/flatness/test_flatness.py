@@ -124,7 +124,7 @@ def test_every_sample_counts_the_same() -> None:
 
 def on_each(processes: int, measure: Callable[[nn.Module, int, Reduce], T]) -> list[T]:
     """``measure(mlp(), rank, reduce)`` of processes, here threads; if they do not reduce in step, they break off."""
-    barrier, nets = threading.Barrier(processes, timeout=30), [mlp() for _ in range(processes)]
+    barrier, nets = threading.Barrier(processes, timeout=600), [mlp() for _ in range(processes)]
     given: list[Tensor] = [torch.empty(0)] * processes
 
     def one(rank: int) -> T:

@@ -280,7 +280,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_list_in_a_process_of_its_own(tmp_path: Path) -> None:
     with forked("list", cwd=tmp_path) as child:
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=600)
         assert child.returncode == 0
     assert err == ""
     shown = {line.split()[0] for line in out.splitlines() if line.strip()}

@@ -474,7 +474,7 @@ def test_as_people_see_it(tmp_path: Path) -> None:
     """A real process: one line on stderr, nothing else, exit code 1, an empty folder."""
     args = ["fit", "--model=FedAvg", *DIGITS, "--data.partition=Dirichlet", "--data.partition.alpha=-1"]
     with process(sys.executable, "-m", "fl_lightning", *args, cwd=tmp_path) as child:
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=600)
         assert child.returncode == 1
     assert out == ""
     assert len(err.splitlines()) == 1

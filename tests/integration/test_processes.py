@@ -350,7 +350,7 @@ def test_torchrun_goes_on_after_a_kill(folder: Path) -> None:
     (folder / "killed").unlink()
     args[args.index(root)] = f"--trainer.default_root_dir={folder / 'more'}"
     with group(2, *args, *processes(2), cwd=folder) as children:
-        assert [(child.communicate(timeout=120), child.returncode)[1] for child in children] == [1, -signal.SIGKILL]
+        assert [(child.communicate(timeout=600), child.returncode)[1] for child in children] == [1, -signal.SIGKILL]
     with group(3, *args, *processes(3), cwd=folder) as children:
         assert "version_0, round 2" in str(ended(children))
     assert_same(state(newest(folder / "more")), one)
@@ -381,7 +381,7 @@ def test_the_end_of_one_process_ends_all(folder: Path, model: str, fault: str, r
         args += ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=1"]
     root = f"--trainer.default_root_dir={folder / 'two'}"
     with group(2, "fit", f"--model={model}", *DIGITS, *args, *processes(2), root, cwd=folder) as children:
-        said = [child.communicate(timeout=120)[1] for child in children]
+        said = [child.communicate(timeout=600)[1] for child in children]
     assert children[rank].returncode == (-signal.SIGKILL if fault == "Killed" else 1), said
     assert ("a fault of one process" in said[rank]) is (fault == "FailOn")
     assert children[1 - rank].returncode == 1
@@ -421,7 +421,7 @@ def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory
             size, "fit", f"--model={model}", *DIGITS, *args, *more, *processes(size), root, cwd=folder
         ) as children:
             for child in children:
-                child.communicate(timeout=120)
+                child.communicate(timeout=600)
             return [child.returncode for child in children]
 
     assert -signal.SIGKILL in start(4, "--trainer.callbacks+=many.Killed", "--trainer.callbacks.rank=1")

@@ -72,7 +72,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_in_a_new_process(folder: Path) -> None:
     """The file lies in the working folder, nothing is installed."""
     with process(SCRIPT, "fit", "--config", "mine.yaml", cwd=folder) as child:
-        _, err = child.communicate(timeout=120)
+        _, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
     done = newest(folder / "runs")
     assert done.parent.name == "MyProx-Digits"

@@ -131,7 +131,7 @@ def test_processes_that_add_at_once_lose_nothing(study: Path, tmp_path: Path) ->
         shutil.copytree(run_of(study, method, seed), tmp_path / str(k) / method / f"seed_{seed}" / "version_0")
     add = [sys.executable, "-m", "fl_lightning", "study", "add"]
     started = [subprocess.Popen([*add, str(tmp_path / str(k)), f"--into={tmp_path / 'rows'}"]) for k in range(4)]
-    assert [process.wait(timeout=120) for process in started] == [0] * 4
+    assert [process.wait(timeout=600) for process in started] == [0] * 4
     found, whole = Store(tmp_path / "rows"), Store(study / "rows")
     assert {line["row"]: found.files(line) for line in found.lines} == {
         line["row"]: whole.files(line) for line in whole.lines

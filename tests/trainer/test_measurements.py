@@ -705,7 +705,7 @@ def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: P
         time.sleep(2)
         assert child.poll() is None
         child.send_signal(signal.SIGINT)
-        child.communicate(timeout=120)
+        child.communicate(timeout=600)
     assert child.returncode == 130
     (made,) = json.loads((tmp_path / "surface.json").read_text()).values()
     losses = [v for row in made["loss"]["train"] for v in row]

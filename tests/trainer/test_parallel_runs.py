@@ -222,7 +222,7 @@ def test_what_cannot_be_one_program_is_told(other: Any, says: str, tmp_path: Pat
 def test_command_line(tmp_path: Path) -> None:
     args = ["--model=FedSAM", *DIGITS, "--trainer.engine=batched", f"--trainer.default_root_dir={tmp_path}"]
     with forked("fit", *args, "--seeds=3,5", "--values=model.rho=0.01,0.1", cwd=tmp_path) as child:
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
     assert "4 runs" in out
     runs = {folder.parent.name for folder in tmp_path.glob("FedSAM-Digits/*/version_0")}

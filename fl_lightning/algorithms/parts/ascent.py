@@ -1,5 +1,6 @@
 """Ascent steps: displacements ``(..., d)`` from the local iterate to the point where the gradient is taken."""
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 from torch import Tensor
@@ -8,12 +9,12 @@ from fl_lightning.algorithms.parts.base import Gradient, Part
 from fl_lightning.core import EPS, ClientContext, NonNegative, NonNegativeInt, RoundContext, State, Upload, to_radius
 
 
-class Ascent(Part, key="model.ascent"):
+class Ascent(Part, ABC, key="model.ascent"):
     """Base class of the ascent steps; a subclass defines ``__call__``."""
 
+    @abstractmethod
     def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
         """Returns the displacement from ``w``, of the same shape ``(..., d)``."""
-        raise TypeError(f"{type(self).__name__} must define __call__")
 
 
 def warm_up(rho: float, rho0: float, warmup: int, t: int) -> float:

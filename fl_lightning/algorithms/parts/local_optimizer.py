@@ -32,12 +32,12 @@ Take = Callable[[Tensor, Direction, State, float | Tensor, ClientContext], tuple
 """`LocalOptimizer.take`."""
 
 
-class Schedule(Checked, key="model.optimizer.schedule"):
+class Schedule(Checked, ABC, key="model.optimizer.schedule"):
     """Base class of the schedules; a subclass defines ``__call__(t, rounds)``."""
 
+    @abstractmethod
     def __call__(self, t: int, rounds: int) -> float:
         """Returns the factor of the learning rate in round ``t`` of ``rounds``, counted from 0."""
-        raise TypeError(f"{type(self).__name__} must define __call__")
 
 
 class Cosine(Schedule):

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from fl_lightning.commands.shared.index import PARTS, fitting_classes
+from fl_lightning.commands.shared.index import PARTS, fitting_classes, unknown_class
 from fl_lightning.core import UserError, ensure, require
 from fl_lightning.results import ONLY_PYTHON, NoValueError, load_yaml, only_python, read_config
 from fl_lightning.trainer import RunFolder
@@ -218,6 +218,8 @@ def _readable(arg: str) -> str:
         return f"{name}={_loadable(find_config(value))}"
     if not equals or _option(arg) not in PARTS:
         return arg
+    if value.endswith(".py") and Path(value).is_file():  # the parser would read its content
+        raise UserError(unknown_class(name[2:].removesuffix("+"), value, ""))
     try:
         _check_names(name[2:].removesuffix("+"), load_yaml(value, get_loader("yaml")))
     except NoValueError as error:

@@ -188,8 +188,9 @@ def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
     if nested and "." in (above := path.removesuffix(f".{nested[1]}")):
         return _of_no_class(above, nested[1], nested[2].strip("'"))
     if abstract := re.search(r"but ([\w.]*) ?is abstract$", kind):
-        module, _, name = (given := abstract[1] or value).rpartition(".")
-        methods = getattr(import_module(module or "fl_lightning"), name).__abstractmethods__
+        given = abstract[1] or value
+        module, _, name = first_of(rf"'([\w.]+\.{given.rpartition('.')[2]})'", message).rpartition(".")
+        methods = getattr(import_module(module), name).__abstractmethods__
         return f"{path} = {given}: an abstract class; give one below it that defines {', '.join(sorted(methods))}"
     own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
     if kind == "NoneType" and own:
@@ -229,10 +230,6 @@ def _raised_by_a_class(path: str, message: str, own: Sequence[str]) -> str:
 
 RULES: tuple[tuple[str, Callable[[_Refusal, re.Match[str]], str | None]], ...] = (
     ("Problems parsing config|Unexpected config|codec can't decode", _unreadable_config),
-    (
-        r"Invalid content in sub-config file (\S+\.py):",
-        lambda refusal, match: unknown_class(refusal.path, match[1], ""),
-    ),
     (
         r"Unable to load config .(.*).$",
         lambda refusal, match: f"{refusal.keys[0]} = {match[1]:.60}: give a mapping of settings",

@@ -1,6 +1,7 @@
 """Samplers of cohorts: the same cohort on every process, a function of (seed, round)."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +19,7 @@ from fl_lightning.core import (
 )
 
 
-class CohortSampler(Checked, key="trainer.sampler"):
+class CohortSampler(Checked, ABC, key="trainer.sampler"):
     """Base of the samplers; a subclass defines ``__call__``."""
 
     def check(self, rounds: int, m: int) -> None:
@@ -32,9 +33,9 @@ class CohortSampler(Checked, key="trainer.sampler"):
             UserError: If a round's cohort cannot be drawn.
         """
 
+    @abstractmethod
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         """Returns the ids of the cohort of round ``t`` among ``m`` clients."""
-        raise TypeError(f"{type(self).__name__} must define __call__")
 
 
 def draw(sampler: CohortSampler, t: int, m: int, seed: int) -> list[int]:
