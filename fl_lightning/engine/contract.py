@@ -35,21 +35,23 @@ from fl_lightning.engine.sequential import SequentialEngine
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a dry step has shown of a phase.
+    """What a dry step has shown of a phase: shapes and dtypes, in tensors without memory.
 
     Attributes:
         passes: Forward and backward passes of a local step.
-        sent: What a client receives.
+        bits: The bits that a client receives and uploads.
+        sent: What it receives.
         upload: What it uploads, as it travels.
-        bits: The bits that it receives and uploads.
+        arrived: What the server takes it for.
         client: What it keeps.
     """
 
     passes: tuple[int, int]
-    sent: State
-    upload: Upload
     bits: tuple[int, int]
-    client: State
+    sent: Upload
+    upload: Upload
+    arrived: Upload
+    client: Upload
 
 
 def dry_step(engine: Engine, server: State, w0: Tensor, classes: int, ctx: RoundContext) -> dict[int, Exchange]:
@@ -102,7 +104,9 @@ def dry_step(engine: Engine, server: State, w0: Tensor, classes: int, ctx: Round
         watched.warn_of_clients()
         arrived = through((part.arrived for part in objective.parts if part.packs), upload, sent, local)
         bits = objective.bits(sent, up=False), objective.bits(arrived, up=True)
-        contract[phase] = Exchange((len(fixed.teachers) + passes, passes), sent, upload, bits, client)
+        shown = [{of: v.to("meta") for of, v in values.items()} for values in (sent, upload, arrived, client)]
+        contract[phase] = Exchange((len(fixed.teachers) + passes, passes), bits, *shown)
+        del carry, fixed
         if phase == len(phases):
             continue
         averages = Uploads(objective.wire[1], objective.weighting, [local], w0)

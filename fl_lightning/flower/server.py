@@ -253,18 +253,20 @@ class RemoteEngine(Engine):
 
     def _result(self, job: Job, reply: Message) -> LocalResult:
         """Returns what a client has replied; where it is not an upload of this run, NaN, which the server refuses."""
-        like, empty = job.received.w, self.run.contract[job.ctx.phase].upload
+        like, shown = job.received.w, self.run.contract[job.ctx.phase]
         loss, upload = like.new_tensor(torch.nan), dict[str, Tensor]()
         state = State({KEPT: like.new_full((3,), torch.nan)} if self.run.clients.inits else {})
         try:
             values, arrived = reply.values[f"client.{job.client}"], reply.tensors[f"up.{job.client}"]
-            upload = self._decoded({name: _checked(name, arrived[name], wanted) for name, wanted in empty.items()}, job)
+            upload = self._decoded(
+                {name: _checked(name, arrived[name], wanted) for name, wanted in shown.upload.items()}, job
+            )
             loss = like.new_tensor(float(values["loss"]))
             # a state that is not finite stays on its node
             if self.run.clients.inits and values["finite"]:
                 state = State({KEPT: row_of(_version(values["version"]), like)})
         except (KeyError, TypeError, ValueError) as error:
-            upload = {name: v * torch.nan for name, v in self._decoded(empty, job).items()}
+            upload = {name: like.new_full(v.shape, torch.nan) for name, v in shown.arrived.items()}
             if job.client not in self._refused and len(self._refused) < LINES:
                 what = f"its reply lacks {error}" if isinstance(error, KeyError) else str(error)
                 self.run.fabric.print(

@@ -194,7 +194,10 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
             "--data FederatedDataModule",
             "data = FederatedDataModule: an abstract class; give one below it that defines l",
         ),
-        ("--trainer.sampler CohortSampler", "CohortSampler: an abstract class; give one below it that defines __call__"),
+        (
+            "--trainer.sampler CohortSampler",
+            "CohortSampler: an abstract class; give one below it that defines __call__",
+        ),
         ("--model.ascent fl_lightning.Ascent", "Ascent: an abstract class; give one below it that defines __call__"),
         ("--trainer.faults 0.5", "trainer.faults = 0.5: no such class; choose from Faults. A class of your own"),
         ("--model.metrics acc", "model.metrics = acc: expected a list; give [acc], or --model.metrics+=acc"),

@@ -331,7 +331,8 @@ def test_who_waits_for_others_ends_with_the_first_process(folder: Path, fit: boo
         if not fit:
             assert child.stdout is not None and child.stdout.readline() == "waits\n"
         os.kill(child.pid, number)
-        assert child.communicate(timeout=300) == ("", "") and child.returncode == -number
+        assert child.communicate(timeout=300) == ("", "")
+        assert child.returncode in (-number, 128 + number)  # the latter of a run, which stops when its round has ended
 
 
 @pytest.mark.slow

@@ -284,8 +284,12 @@ def test_statistics_of_the_clients_data_are_refused(golden: Golden, tmp_path: Pa
 
 def test_checkpoints_are_no_artifacts(golden: Golden, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^trainer.loggers: WandbLogger.log_model = true: [^\n]*; set it to false$"):
-        private(golden, loggers=[WandbLogger(mode="offline")])
+        private(golden, loggers=[WandbLogger(mode="offline", log_model=True)])
     assert not [*tmp_path.iterdir()]
+    run = private(golden, loggers=[WandbLogger(mode="offline")])
+    kept = {file.relative_to(run.folder.path).parts for file in run.folder.path.rglob("*") if file.suffix == ".ckpt"}
+    assert kept and {first for first, *_ in kept} == {"checkpoints"}
+    assert [*run.folder.path.rglob("artifacts/config.yaml")]
 
 
 class Public(FigureLogger):

@@ -55,7 +55,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
             variable WANDB_MODE, else offline; online for an agent of a sweep.
         entity: W&B user or team.
         log_model: Whether the run's checkpoints become an artifact when it ends: ``model-<id>``, with the aliases
-            ``last`` and ``best``.
+            ``last`` and ``best``; null: unless it is private, since they hold the key of its noise.
 
     Raises:
         UserError: If a mode is given, and wandb is not installed.
@@ -69,7 +69,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         name: str | None = None,
         mode: Mode | None = None,
         entity: str | None = None,
-        log_model: bool = True,
+        log_model: bool | None = None,
     ) -> None:
         project = project or os.environ.get("WANDB_PROJECT") or "fl_lightning"
         self.installed = find_spec("wandb") is not None
@@ -210,7 +210,8 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         assert self.dir is not None
         config = list(config_files(self.dir).values())
         self._log_artifact("config", "last", config)
-        for alias in ("best", "last") if self.log_model else ():  # W&B's own alias is that of the latest
+        wanted = not self._about.private if self.log_model is None else self.log_model
+        for alias in ("best", "last") if wanted else ():  # W&B's own alias is that of the latest
             file = self.dir / "checkpoints" / f"{alias}.ckpt"
             if file.exists():
                 self._log_artifact("model", alias, [*config, file, file.with_name(FROZEN)])
