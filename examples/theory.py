@@ -7,6 +7,8 @@ docs/theory.md states and derives the theorems.
 import csv
 import sys
 import tempfile
+from contextlib import redirect_stdout
+from io import StringIO
 from math import exp, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ from fl_lightning import (
     ReplaySampler,
     Trajectory,
 )
-from fl_lightning.core.figures import COLORS, COLUMN, MARKERS, PAGE, new_figure
+from fl_lightning.core.figures import COLORS, COLUMN, MARKERS, PAGE, new_figure, place_legend
 
 
 class Row(NamedTuple):
@@ -68,12 +70,12 @@ class Problem:
     def __init__(self, kind: str, clients: int = 4, d: int = 3) -> None:
         draw = torch.Generator().manual_seed(0)
         self.kind, self.d, samples = kind, d, 40
-        x = torch.randn(clients, samples, d, generator=draw, dtype=torch.float64)
+        x = torch.randn(clients + 1, samples, d, generator=draw, dtype=torch.float64)
         x = x * torch.linspace(1, 0.6, d, dtype=torch.float64)
-        out = x @ torch.randn(clients, d, 1, generator=draw, dtype=torch.float64)
+        out = x @ torch.randn(clients + 1, d, 1, generator=draw, dtype=torch.float64)
         noise = torch.rand(out.shape, generator=draw, dtype=torch.float64)
         y = out if kind == "quadratic" else (noise < out.sigmoid()).double()
-        self.data = [*zip(x, y, strict=True)]
+        *self.data, self.test = zip(x, y, strict=True)
         self.loss = nn.MSELoss() if kind == "quadratic" else nn.BCEWithLogitsLoss()
         self.w = torch.zeros(d, dtype=torch.float64)
         for _ in range(20):  # Newton's method
@@ -92,7 +94,7 @@ class Problem:
         nn.init.zeros_(net.weight)
         cohorts = settings.pop("cohorts", [[*range(len(self.data))]])
         task = "regression" if self.kind == "quadratic" else "multilabel"
-        data = Arrays(client_arrays=self.data, test=self.data[0], batch_size=None, task=task)
+        data = Arrays(client_arrays=self.data, test=self.test, batch_size=None, task=task)
         record, model = Trajectory(), algorithm(net, loss=self.loss, optimizer=SGD(lr), **settings)
         fit(model, data, [cohorts[t % len(cohorts)] for t in range(rounds)], [record], K)
         return record
@@ -100,7 +102,7 @@ class Problem:
 
 def fit(model: LocalObjective, data: Arrays, cohorts: list[list[int]], callbacks: list[Any], K: int) -> Any:
     """Trains a round for each cohort, in float64; nothing is kept but what the callbacks keep."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         trainer = FederatedTrainer(
             max_rounds=len(cohorts),
             sampler=ReplaySampler(cohorts),
@@ -134,7 +136,7 @@ def drift(out: Path) -> list[Row]:
         left, right = figure.subplots(1, 2)
         draw(left, points, title="quadratic clients", xlabel="local steps K", ylabel="‖w − w*‖")
         problem, K, points = Problem("logistic"), 3, []
-        for lr in (1.6, 0.8, 0.4, 0.2):
+        for lr in (0.8, 0.4, 0.2, 0.1):
             bias = solve(problem.A.mean(0), (problem.A @ problem.g[..., None]).mean(0))[:, 0]
             predicted = lr * (K - 1) / 2 * bias
             seen = problem.train(FedAvg, lr, round(60 / lr), K).server[-1].w - problem.w
@@ -210,7 +212,7 @@ def duals(out: Path) -> list[Row]:
                 axes.plot(predicted[:, 1], linewidth=0.8, label=f"{name}: theorem", **style)
                 axes.plot(seen[:, 1], MARKERS[i], markevery=rounds // 24, label=f"{name}: run", **style)
             axes.set(title=f"{kind} clients", xlabel="round", ylabel="‖λ − ∇f(w*)‖", yscale="log", ylim=(1e-14, 10))
-        axes.legend(frameon=False)
+        place_legend(figure)
         figure.savefig(out / "duals.png", dpi=150)
     return rows
 
@@ -240,12 +242,12 @@ def perturbation(out: Path) -> list[Row]:
     errors = torch.stack([torch.cat([each[k].lam for k in range(4)]) for each in run.client]) - problem.g[:, 0]
     with new_figure(COLUMN, 2.2) as figure:
         axes, t = figure.subplots(), torch.arange(len(w))[-12:]
-        axes.plot(t, w[-12:], "o", color=COLORS[0], label="w − w*: run")
+        axes.plot(t, w[-12:], "o", color=COLORS[0], label="w − w*")
         axes.plot(t, a * s[-12:], color=COLORS[0], linewidth=0.8, label="theorem")
-        axes.plot(t, errors[-12:, 0], "s", color=COLORS[1], label="λ₁ − ∇f₁(w*): run")
+        axes.plot(t, errors[-12:, 0], "s", color=COLORS[1], label="λ₁ − ∇f₁(w*)")
         axes.plot(t, lam[0] * s[-12:], color=COLORS[1], linewidth=0.8, label="theorem")
         axes.set(xlabel="round")
-        axes.legend(frameon=False, ncols=2)
+        place_legend(figure)
         figure.savefig(out / "perturbation.png", dpi=150)
     return [
         Row.of(3, "quadratic", "perturbation over that of the round before", torch.tensor(-1.0), s[-1] / s[-2]),
@@ -300,11 +302,9 @@ class Valley(nn.Module):
 def valley(out: Path) -> list[Row]:
     """SAM drifts along a valley to where it is flat, at a speed that is known; gradient descent stays where it is."""
     lr, K, rows = 0.4, 20, list[Row]()
-    half, curvature = (
-        torch.full((4, 1), sqrt(0.5), dtype=torch.float64),
-        torch.linspace(exp(1), 0.3, 100_000, dtype=torch.float64),
-    )
-    data = Arrays(client_arrays=[(half, 0 * half)], test=(half, 0 * half), batch_size=None, task="regression")
+    half = torch.full((4, 1), sqrt(0.5), dtype=torch.float64)
+    curvature = torch.linspace(exp(1), 0.3, 100_000, dtype=torch.float64)
+    data = Arrays(client_arrays=[(half, 0 * half)], test=(2 * half, 0 * half), batch_size=None, task="regression")
     clock = 2 / curvature + 2 * lr * curvature.log() - lr**2 / 2 * curvature  # lr rho^2 t, up to a constant
     clock = clock - clock[0]
     with new_figure(COLUMN, 2.2) as figure:
@@ -336,6 +336,8 @@ def draw(axes: Any, points: list[Point], **labels: str) -> None:
     axes.plot(x, [torch.linalg.vector_norm(v) for v in predicted], color=COLORS[0], label="theorem")
     axes.plot(x, [torch.linalg.vector_norm(v) for v in seen], "o", color=COLORS[1], label="run")
     axes.set(xscale="log", yscale="log", **labels)
+    axes.set_xticks(x, [f"{value:g}" for value in x])
+    axes.set_xticks([], minor=True)
     axes.legend(frameon=False)
 
 
@@ -359,4 +361,5 @@ def main(out: Path) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for found in main(Path(sys.argv[1])):
+        print(*found, sep="; ")
