@@ -243,9 +243,9 @@ def perturbation(out: Path) -> list[Row]:
     with new_figure(COLUMN, 2.2) as figure:
         axes, t = figure.subplots(), torch.arange(len(w))[-12:]
         axes.plot(t, w[-12:], "o", color=COLORS[0], label="w − w*")
-        axes.plot(t, a * s[-12:], color=COLORS[0], linewidth=0.8, label="theorem")
+        axes.plot(t, a * s[-12:], color="0.6", linewidth=0.8, label="theorem")
         axes.plot(t, errors[-12:, 0], "s", color=COLORS[1], label="λ₁ − ∇f₁(w*)")
-        axes.plot(t, lam[0] * s[-12:], color=COLORS[1], linewidth=0.8, label="theorem")
+        axes.plot(t, lam[0] * s[-12:], color="0.6", linewidth=0.8)
         axes.set(xlabel="round")
         place_legend(figure)
         figure.savefig(out / "perturbation.png", dpi=150)
