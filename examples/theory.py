@@ -239,6 +239,7 @@ def perturbation(out: Path) -> list[Row]:
     lam = (r - P * h * a) / (2 * beta - P)
     s = torch.cat([each.s for each in run.server[1:]])
     w = torch.cat([each.w for each in run.server[1:]]) - problem.w
+    local = torch.cat([run.local[-1][k].w for k in range(4)])
     errors = torch.stack([torch.cat([each[k].lam for k in range(4)]) for each in run.client]) - problem.g[:, 0]
     with new_figure(COLUMN, 2.2) as figure:
         axes, t = figure.subplots(), torch.arange(len(w))[-12:]
@@ -253,6 +254,9 @@ def perturbation(out: Path) -> list[Row]:
         Row.of(3, "quadratic", "perturbation over that of the round before", torch.tensor(-1.0), s[-1] / s[-2]),
         Row.of(3, "quadratic", "(w − w*) / s", a, w[-1] / s[-1]),
         Row.of(3, "quadratic", "errors of the duals / s", lam, errors[-1] / s[-1]),
+        Row.of(
+            3, "quadratic", "errors of consensus / s", 2 * beta * (lam - lam.mean()), (local - local.mean()) / s[-2]
+        ),
     ]
 
 
