@@ -412,6 +412,15 @@ def critical() -> None:
         print(f"{name}: {spearmanr(*zip(*pairs, strict=True)).statistic:.2f}")
 
 
+# docs/theory.md: what examples/theory.py writes
+
+
+def theory_table() -> str:
+    """A row for each number of a theorem."""
+    rows = stored(DOCS / "theory/theory.csv")
+    return markdown([[*rows[0]], *(row.values() for row in rows)])
+
+
 # docs/gallery.md and notebooks: what their own commands and cells draw
 
 DRAWN = {

@@ -1,6 +1,7 @@
 #!/bin/bash
-# A federated run on two nodes of four GPUs, which continues until it is done:
+# A federated run on two nodes of four GPUs, which continues until it is done; or a sweep, by an array of jobs:
 #   sbatch [options] examples/slurm.sh experiment/fedgloss/cifar10_alpha0.05 [settings]
+#   sbatch --array=1-8 --nodes=1 --ntasks-per-node=1 --gpus-per-node=1 examples/slurm.sh sweep sweeps/digits [--seeds 0,1,2]
 #SBATCH --job-name=fl-lightning
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
@@ -12,10 +13,13 @@
 #SBATCH --open-mode=append
 set -u
 config=$1
-shift
-srun fl-lightning fit --config "$config" --trainer.name "$(basename "$config" .yaml)" "$@" \
-    --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$SLURM_NTASKS_PER_NODE" --trainer.strategy ddp \
-    --trainer.default_root_dir runs --ckpt_path auto
+if [ "$config" != sweep ]; then
+    shift
+    set -- fit --config "$config" --trainer.name "$(basename "$config" .yaml)" "$@" \
+        --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$SLURM_NTASKS_PER_NODE" --trainer.strategy ddp \
+        --trainer.default_root_dir runs --ckpt_path auto
+fi
+srun fl-lightning "$@"
 code=$?
 # 128 + SIGUSR1: the time limit is near, and the run is saved. The job starts again if it has trained since its start,
 # when SLURM wrote this script to its spool folder

@@ -129,6 +129,7 @@ def renewals() -> dict[Path, Iterable[Renewal]]:
         DOCS / "guides/cluster.md": (between("```bash\n#!", "```", partial(batch.removeprefix, "#!")),),
         DOCS / "privacy.md": (test_private_outputs.fill,),
         DOCS / "reference.md": (between("<!-- algorithms -->\n", "<!-- /algorithms -->", references),),
+        DOCS / "theory.md": (between("<!-- theory -->\n", "<!-- /theory -->", pages.theory_table),),
         ROOT / "mkdocs.yml": (navigation,),
     }
 

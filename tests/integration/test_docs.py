@@ -115,6 +115,9 @@ SCRIPT = ROOT / "examples" / "slurm.sh"
 
 
 @pytest.mark.parametrize(
+    "args", [["configs/mine.yaml", "--model.rho=0.1"], ["sweep", "sweeps/digits"]], ids=["fit", "sweep"]
+)
+@pytest.mark.parametrize(
     ("code", "trained", "calls"),
     [
         (0, True, []),
@@ -125,7 +128,7 @@ SCRIPT = ROOT / "examples" / "slurm.sh"
     ],
 )
 def test_batch_script_starts_again_when_the_time_limit_is_near(
-    code: int, trained: bool, calls: list[str], tmp_path: Path
+    code: int, trained: bool, calls: list[str], args: list[str], tmp_path: Path
 ) -> None:
     """With programs that note their arguments; test_slurm.py runs it on a real SLURM."""
     for program in ("srun", "scontrol", "sleep"):
@@ -138,11 +141,14 @@ def test_batch_script_starts_again_when_the_time_limit_is_near(
     os.utime(last, (0, 0))
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "LAST": str(last)}
     env |= {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", str(SCRIPT), "configs/mine.yaml", "--model.rho=0.1"], cwd=tmp_path, env=env)
+    done = subprocess.run(["bash", str(SCRIPT), *args], cwd=tmp_path, env=env)
     run, *found = (tmp_path / "calls").read_text().splitlines()
     assert done.returncode == code and found == calls
-    assert run.startswith("srun fl-lightning fit --config configs/mine.yaml --trainer.name mine --model.rho=0.1 ")
-    assert run.endswith("--trainer.devices 4 --trainer.strategy ddp --trainer.default_root_dir runs --ckpt_path auto")
+    fit = (
+        "fit --config configs/mine.yaml --trainer.name mine --model.rho=0.1 --trainer.num_nodes 2 --trainer.devices 4 "
+        "--trainer.strategy ddp --trainer.default_root_dir runs --ckpt_path auto"
+    )
+    assert run == f"srun fl-lightning {' '.join(args) if args[0] == 'sweep' else fit}"
 
 
 # Every command and every block of code, page by page
@@ -155,6 +161,7 @@ NOT_RUN = {
         "pip": "nothing is installed by a test",
         "-m benchmarks": "they measure for minutes; tests run their functions",
         "-m contest": "the same",
+        "examples/theory.py": "the same: test_theory.py",
         "torchrun": "several processes: test_processes.py",
         "flwr ": "it needs flwr, in an environment of its own: tests/flower/test_flower.py",
         "flower-super": "the same",

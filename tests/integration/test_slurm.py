@@ -64,6 +64,13 @@ trainer:
   engine: sequential
   enable_progress_bar: false
 """
+SWEEP = """
+program: fl-lightning
+method: grid
+metric: {name: server/test/acc, goal: maximize}
+parameters: {data.batch_size: {values: [8, 16, 32, 64]}}
+command: [fl-lightning, fit, --config, mine.yaml, --trainer.max_rounds, 12, --trainer.callbacks+=slow.Slow, "${args}"]
+"""
 SLOW = '''
 import time
 
@@ -217,3 +224,22 @@ def test_preemption_with_a_grace_time_starts_the_job_again(slurm: Path) -> None:
     assert shown(job, "Restarts") == "1"
     said = (slurm / "out.txt").read_text()
     assert [said.count(text) for text in ("auto: no run", "auto: runs/mine/version_0, round")] == [1, 1]
+
+
+def test_array_of_jobs_shares_a_sweep(slurm: Path) -> None:
+    """At once; what one leaves that goes back into the queue, the array ends to the bits of a sweep without SLURM."""
+    (slurm / "sweep.yaml").write_text(SWEEP)
+    options = [*SIZES, "--ntasks-per-node=1", "--array=1-2", "--parsable", "--output=out_%a.txt"]
+    array = told("sbatch", *options, str(SCRIPT), "sweep", "sweep.yaml").strip()
+    logs = slurm / "runs" / "sweep"
+    soon(lambda: sum(3 < len(log.read_text().splitlines()) < 13 for log in logs.glob("*/*/metrics.csv")) == 2)
+    told("scancel", "--signal=USR1", f"{array}_1")
+    soon(lambda: shown(f"{array}_1", "Restarts") == "1")
+    soon(lambda: not told("squeue", "-h"))
+    assert [shown(f"{array}_{task}", "JobState") for task in (1, 2)] == ["COMPLETED"] * 2
+    assert all(", server/test/acc" in (slurm / f"out_{task}.txt").read_text() for task in (1, 2))
+    cli("sweep", "sweep.yaml", "--out=alone")
+    trials = [folder.name for folder in (slurm / "alone/sweep").iterdir() if folder.is_dir()]
+    assert len(trials) == 4
+    for trial in trials:
+        assert_same(state(logs / trial / "version_0"), state(slurm / "alone/sweep" / trial / "version_0"))
