@@ -31,12 +31,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = DOCS / "algorithms"
 Renewal = Callable[[str], str]
-LEDGER = {
-    **{f"digits_{column}": f"digits/{column}" for column in ("alpha_0", "alpha_0.05", "alpha_100")},
-    **{f"fashion_{column}": f"fashion/{column}" for column in ("alpha_0.05", "alpha_100")},
-    **{name: name for name in ("fashion_published", "agnews", "cifar10")},
-}
-"""The pages of rows in docs/ledger, and the rows of each; tests/studies compares them, and the page of claims."""
+LEDGER = ("agnews", "cifar10", "digits", "fashion", "fashion_published")
+"""The stores of rows, each with a page in docs/ledger; tests/studies compares them, and the page of claims."""
 
 
 def between(start: str, end: str, content: Callable[[], str]) -> Renewal:
@@ -72,7 +68,8 @@ def navigation(text: str) -> str:
     return text[:last] + "".join(lines) + text[last:]
 
 
-TUNED = DOCS / "ledger/digits_alpha_0.05.md"
+TUNED = "alpha 0.05"
+"""The column of the digits whose rows stand on the algorithms' pages."""
 COLUMNS = {
     "accuracy": "last 100 ↑",
     "accuracy − FedAvg": "last 100 − FedAvg",
@@ -85,7 +82,8 @@ COLUMNS = {
 @cache
 def tuned_rows() -> dict[str, dict[str, str]]:
     """The rows of the ledger's page, by the method's class, with what is added to it."""
-    lines = [line for line in TUNED.read_text().splitlines() if line.startswith("| ")]
+    section = (DOCS / "ledger/digits.md").read_text().partition(f"## {TUNED}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
     head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return {row[0].replace("-", ""): dict(zip(head, row, strict=True)) for row in rows}
 
@@ -144,8 +142,8 @@ def renewed(file: Path) -> str:
 
 def ledger() -> None:
     """Writes the ledger's pages, with their figures, from its stores."""
-    for page, rows in LEDGER.items():
-        cli.main(["study", "page", str(ROOT / "ledger" / rows), "--out", str(DOCS / "ledger" / f"{page}.md")])
+    for name in LEDGER:
+        cli.main(["study", "page", str(ROOT / "ledger" / name), "--out", str(DOCS / "ledger" / f"{name}.md")])
     cli.main(["study", "claims", str(ROOT / "ledger/claims.yaml"), "--out", str(DOCS / "ledger/claims.md")])
 
 

@@ -18,14 +18,15 @@ from fl_lightning.studies.suite import Suite, about_of
 
 FEW = 4
 """Most groups whose curves are drawn; of more, a reader cannot tell one from another."""
-LEFT_OUT = ("std_rounds", "minutes", "gigabytes", "target_minutes")
-"""Columns of `compare` that the page lacks: minutes are those of different machines."""
+SHOWN = ("mean", "target_round")
+"""Statistics that the page has beside the suite's measures; `compare` has all."""
 LEGEND = (
     "*Seeds* are those in the means; seeds that have *collapsed*, as the suite says it, are named and enter no "
     "mean. A method is *self-reported* until another process has trained one of its rows again to the bit (of a "
     "long one, its first rounds), then *checked*, and *verified* if its program was also held against its "
     "authors'; the numbers count such rows among all. Differences are means over the common seeds, with 95 % "
-    "intervals by Student's t; bold if those against all other rows leave out 0, or, with one seed, the best."
+    "intervals by Student's t; bold if those against all other rows leave out 0, or, with one seed, the best. "
+    "`fl-lightning compare` of the rows has further columns."
 )
 
 
@@ -69,7 +70,7 @@ def _section(groups: Sequence[Group], reference: int, suite: Suite, verified: Se
     """Returns the table of a column, and where its rows are from."""
     found = [suite.survivors(group) for group in groups]
     left = [group for group, _ in found if group.runs]
-    shown = [c for c in columns(groups) if c.table in ("results", "clients", "costs") and c.key not in LEFT_OUT]
+    shown = [c for c in columns(groups) if c.against is None and c.of in (*SHOWN, *suite.measures)]
     shown += differences(shown, found[reference][0], groups[reference].name)
     table = [["method", "seeds", "collapsed", "label", *(column.head for column in shown)]]
     for whole, (group, lost) in zip(groups, found, strict=True):
