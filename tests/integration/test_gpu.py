@@ -102,9 +102,11 @@ def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.Capture
             "floors": {"launches_per_s": 1e5, "graphed_launches_per_s": 1e6, "float32_flops": 1e12},
             "a": {**work, "who": "plain loop", **rates, "step_operations": 100, "step_flops": 10**8},
             "b": {**work, "who": "graphed", **graphed},
+            "c": {**work, "method": "FedSAM", "who": "graphed", **graphed},
+            "d": {**work, "who": "batched", **graphed},
         },
         "speed: not reached": [],
-        "science": {"FedAvg": {**run, "engine": "graphed", "seconds a round": 0.012}, "FedSAM": cut},
+        "science": {"FedSAM": cut, "FedAvg": {**run, "engine": "graphed", "seconds a round": 0.012}},
         "science: not reached": ["FedSAM", "FedGMT"],
     }
     out.write_text(json.dumps({"A GPU": found}))
@@ -120,6 +122,15 @@ def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.Capture
     assert "| W1, FedAvg | graphed | float32 | 5 | 10 | 100 | 10.00 | 40% | 1.50 |" in text
     assert "| FedAvg | 3000 | 48.00 ± 1.00 | 48.60 ± 5.01 | 70 | 148 |" in text
     assert "| FedSAM | 2007, cut off | 45.00 (1, rounds 2000 to 2000) |" in text
+    rows = [
+        "### Correctness",
+        "### Speed",
+        "| W1, FedAvg | graphed",
+        "| W1, FedAvg | batched",
+        "| W1, FedSAM | graphed",
+    ]
+    places = [text.index(row) for row in (*rows, "### Science", "| FedAvg | 3000", "| FedSAM | 2007")]
+    assert places == sorted(places)  # each leg in its order, whichever item ended first
     assert "MOON, compiled" in text and "Not reached: FedSAM, FedGMT" in text
 
 
