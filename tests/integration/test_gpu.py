@@ -61,14 +61,14 @@ def results(folder: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def processes_in(folder: Path) -> list[str]:
+def processes_in(folder: Path) -> dict[int, str]:
     """Commands of the processes that work in a folder."""
-    found = []
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (path / "cwd").resolve() == folder:
-                found.append((path / "cmdline").read_text())  # empty if it has ended
-    return [command for command in found if command]
+                found[int(path.name)] = (path / "cmdline").read_text()  # empty if it has ended
+    return {number: command for number, command in found.items() if command}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -161,7 +161,7 @@ def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
     log = path.with_suffix(".log").read_text()
     assert "not JSON serializable" in found["strange"]["error"]
     assert log.count("\n== ") + 1 == 4 and "in crash" in log and "in hang" in log and "in fail" in log
-    assert not [command for command in processes_in(tmp_path) if "spawn_main" in command or "sleep" in command]
+    assert not [command for command in processes_in(tmp_path).values() if "spawn_main" in command or "sleep" in command]
     here = machine("cpu")
     assert Results(path, "strange").begin(here, ["crash", "good", "new"]) == ["new", "crash"]
     assert Results(path, "strange").begin(here, ["crash", "good", "new"], "new") == ["new"]
@@ -262,7 +262,7 @@ def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_lent_machine_is_killed_at_any_moment(tmp_path: Path) -> None:
-    """Whatever was said to have ended comes home, nothing runs on, and no item is done again."""
+    """Whatever was said to have ended comes home, no process is left, and no item is done again."""
     env, said, chance = lent(tmp_path), list[str](), random.Random(42)
     (tmp_path / ".gpu/limits").write_text("600 600 600\n")
     command = ["bash", str(BENCHMARKS / "gpu.sh"), "check", "--only", "^FedAvg"]
@@ -273,6 +273,8 @@ def test_a_lent_machine_is_killed_at_any_moment(tmp_path: Path) -> None:
         if not last:
             said += [process.stdout.readline() for _ in range(chance.randrange(2))]
             time.sleep(3 * chance.random())
+            legs = [number for number, command in processes_in(tmp_path).items() if "benchmarks.gpu" in command]
+            assert all(os.getpgid(leg) == process.pid for leg in legs)  # so that it does not write on
             os.killpg(process.pid, signal.SIGKILL)
         said += process.communicate(timeout=300 if last else 30)[0].splitlines()
         while processes_in(tmp_path):
