@@ -48,7 +48,9 @@ start() {
 }
 
 leg() { # the rest are legs and arguments of gpu.py; what hangs all the same ends
-    timeout -k 5 $(($1 + 60)) $PYTHON -m benchmarks.gpu --device "$DEVICE" --out "$OUT/gpu.json" "${@:2}" || echo "rc $?"
+    # in the foreground it stays in this process group, and is killed with it; else it would write beside its successor
+    timeout --foreground -k 5 $(($1 + 60)) \
+        $PYTHON -m benchmarks.gpu --device "$DEVICE" --out "$OUT/gpu.json" "${@:2}" || echo "rc $?"
 }
 
 keep() { # at most 16 MiB come back: what the runs have measured, not their weights

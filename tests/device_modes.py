@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from tests.devices import Device
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 MARK = torch.device("cpu", 0)
 """What an operation is called with in place of the device; unlike a mode, it becomes part of a record."""
 aten: Any = torch.ops.aten
-WAITS = {
-    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive,
-    aten.unique_dim, aten.bincount, aten.equal, aten._linalg_check_errors, aten._linalg_eigh, aten._linalg_svd,
-}  # fmt: skip
-"""Operations whose result, or its shape, the host waits for."""
+WAITS = {aten._linalg_check_errors, aten._linalg_eigh, aten._linalg_svd, aten.multinomial}
+"""Operations that the host waits for, beside those that ``DEPENDS`` tags."""
+DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Tags of operations whose result, or its shape, depends on values."""
+FILLS = {aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor}
+"""Operations that a kernel fills with a number, which the host reads first."""
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 MADE_OF_VALUES = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
 """Functions that copy values of the host to the device."""
@@ -43,7 +44,7 @@ class Functions(TorchFunctionMode):
         if func in (Tensor.cpu, Tensor.cuda):
             return self._moved(args[0], "cpu" if func is Tensor.cpu else device.device)
         if func is Tensor.pin_memory:
-            return args[0]
+            return device.pin(args[0].clone())
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and args[0] in device:
             if func is not Tensor.tolist:
                 raise TypeError(f"can't convert {device.device} device type tensor to numpy")
@@ -89,7 +90,7 @@ class Functions(TorchFunctionMode):
         if here == there:
             return x.to(copy=copy, **options)
         if there:
-            device.note("copy" if non_blocking else "wait", "to the device")
+            device.note(device.kind_of_copy(x, non_blocking), "to the device")
             return x.to(MARK, copy=True, **options)
         if target is None or target.type != "meta":  # where there are no values
             device.note("wait", "to the host")
@@ -113,7 +114,7 @@ class Operations(TorchDispatchMode):
                 device.launch(func)
         result = func(*args, **kwargs)
         asked = any(here) or kwargs.get("device") == MARK
-        there = asked or (not tensors and any(device.calls))
+        there = asked or device.makes(func, args, kwargs)
         known, results = {storage_key(x) for x in tensors}, tree_leaves(result)
         fresh = [x if isinstance(x, Tensor) and storage_key(x) not in known else None for x in results]
         for x in fresh if there else ():
@@ -121,27 +122,33 @@ class Operations(TorchDispatchMode):
                 device.put(x)
                 if asked and x.dtype == torch.float64 and device.refuses_float64:
                     raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        if device.captured is not None:
+        if device.captured is not None and (any(here) or there):  # of the host a graph knows the numbers of now
+            args, kwargs = tree_map_only(Tensor, lambda x: x if x in device else x.clone(), (args, kwargs))
             device.captured.append((func, args, kwargs, fresh))
         return result
 
     def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], here: list[bool]) -> None:
         device, packet = self.device, func.overloadpacket
+        host = [x for x, yes in zip(tensors, here, strict=True) if not yes]
+        scalars = torch.Tag.pointwise in func.tags and all(x.ndim == 0 for x in host)
         if packet in INDEXED:
             self._check_indices(func, args)
-        elif packet is aten.copy_:
-            if not all(here):
-                waits = here[1] or not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-                device.note("wait" if waits else "copy", func)
-        elif not all(here):
-            host = [x for x, yes in zip(tensors, here, strict=True) if not yes]
-            scalars = torch.Tag.pointwise in func.tags and all(x.ndim == 0 for x in host)
-            written = func._schema.is_mutable and not here[0]
-            if not scalars or written:
+        elif func in FILLS:
+            if not all(here[:-1]):
                 device.note("mixture", func)
-        if packet in WAITS and torch.nn.functional.one_hot not in device.calls:  # which looks at values on a CPU only
-            device.note("wait", func)
-        if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            if here[-1]:
+                device.note("wait", f"{func}, whose number the host reads")
+        elif packet is aten.copy_:
+            if host:
+                asked = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+                device.note("wait" if here[1] else device.kind_of_copy(args[1], asked), func)
+        elif packet is aten.where and scalars and host:
+            device.note("wait", f"{func}, which copies a number of the host")
+        elif host and (not scalars or len(tensors) > 2 or (func._schema.is_mutable and not here[0])):
+            device.note("mixture", func)  # kernels of two tensors alone take a number of the host as an argument
+        waits = packet in WAITS or (DEPENDS.intersection(func.tags) and packet not in INDEXED)
+        known = kwargs.get("output_size") is not None or torch.nn.functional.one_hot in device.calls  # looks on a CPU
+        if waits and not known:
             device.note("wait", func)
 
     def _check_indices(self, func: Any, args: Any) -> None:

@@ -1,9 +1,10 @@
 """A device without hardware: every tensor lies on the host, and some of them count as lying on the device.
 
 Inside `Device` tensors say where they count as lying, as on a GPU, and operations keep to its rules: tensors of both
-places in one operation are refused, except for scalars of the host in pointwise operations; indices are copied. What
-makes the host wait for the device, and what is copied between them, is counted with the line of the package where it
-happens. A CUDA graph is the list of operations captured, repeated in the same memory. All numbers are those of the CPU.
+places in one operation are refused, except for a number of the host in a pointwise operation of two; indices are
+copied, as is such a number in `where`. What makes the host wait for the device, and what is copied between them, is
+counted with the line of the package where it happens; a capture refuses both. A CUDA graph is the list of operations
+captured, repeated in the same memory with the host's numbers of then. All numbers are those of the CPU.
 
 What no simulation shows: speed, rounding of other kernels, streams, and an operation that a device lacks.
 """
@@ -22,16 +23,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fl_lightning
 from fl_lightning import FederatedTrainer
-from tests.device_modes import Functions, Operations, plain, storage_key
+from tests.device_modes import MARK, Functions, Operations, plain, storage_key
 
 ROOT = Path(fl_lightning.__file__).parent
 HELPERS = ("to_device", "wait_for", "__torch_dispatch__")
 """Functions of the package in whose place their callers count."""
+PAGEABLE = 64 * 1024
+"""Most bytes that CUDA takes along with a copy from memory that is not pinned."""
 
 
 class Event(NamedTuple):
@@ -69,7 +73,7 @@ class Device:
         self.replaying = False
         self.captured: list[tuple[Any, ...]] | None = None
         self.calls: list[Any] = []
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages, self._pinned = Storages(), Storages()
         self._stack = ExitStack()
 
     def __enter__(self) -> Device:
@@ -81,10 +85,23 @@ class Device:
             for name, value in self._runtime().items():
                 patch.setattr(torch.cuda, name, value)
             empty = torch.empty  # in a thread that reads, where no mode is active
-            patch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+
+            def pinned(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+                x = empty(*size, **options)
+                return self.pin(x) if pin_memory else x
+
+            patch.setattr(torch, "empty", pinned)
         else:
             for name, of_host in (("get_rng_state", "get_state"), ("set_rng_state", "set_state"), ("manual_seed",) * 2):
                 patch.setattr(torch.mps, name, getattr(torch.default_generator, of_host))
+        proxied = ProxyTorchDispatchMode.__torch_dispatch__
+
+        def recorded(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if self.makes(func, args, kwargs):  # so that a record has it
+                kwargs = {**kwargs, "device": MARK}
+            return proxied(mode, func, types, args, kwargs)
+
+        patch.setattr(ProxyTorchDispatchMode, "__torch_dispatch__", recorded)
         self._stack.enter_context(Operations(self))
         self._stack.enter_context(Functions(self))
         return self
@@ -96,7 +113,7 @@ class Device:
 
     def __contains__(self, x: Tensor) -> bool:
         """Whether a tensor counts as lying on the device."""
-        return storage_key(x) in self._storages
+        return x in self._storages
 
     def trainer(self, **settings: Any) -> FederatedTrainer:
         """A trainer that trains here."""
@@ -118,16 +135,27 @@ class Device:
 
     def put(self, x: Tensor) -> Tensor:
         """Counts a tensor as lying on the device."""
-        if len(self._storages) % 4096 == 4095:
-            self._storages = {key: ref for key, ref in self._storages.items() if not ref.expired()}
-        storage = plain(x).untyped_storage()
-        self._storages[storage._cdata] = StorageWeakRef(storage)  # which keeps the address from being used again
+        self._storages.add(x)
         return x
 
     def take(self, x: Tensor) -> Tensor:
         """Counts a tensor, which shares no memory with others, as lying on the host."""
-        self._storages.pop(storage_key(x), None)
+        self._storages.drop(x)
         return x
+
+    def pin(self, x: Tensor) -> Tensor:
+        """Counts a tensor of the host as pinned."""
+        self._pinned.add(x)
+        return x
+
+    def kind_of_copy(self, x: Tensor, non_blocking: bool) -> str:
+        """The kind of a copy of a host's tensor: without pinned memory the host waits for all but a small one."""
+        return "copy" if non_blocking and (x.nbytes <= PAGEABLE or x in self._pinned) else "wait"
+
+    def makes(self, operation: Any, *arguments: Any) -> bool:
+        """Whether an operation makes what a function that was called needs on the device."""
+        free = any(x.name == "device" for x in operation._schema.arguments)
+        return free and any(self.calls) and not any(isinstance(x, Tensor) for x in tree_leaves(arguments))
 
     def is_named(self, device: Any) -> bool:
         """Whether an argument names the device."""
@@ -189,6 +217,27 @@ class Device:
         }
 
 
+class Storages:
+    """A set of the memory of tensors that are alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def __contains__(self, x: Tensor) -> bool:
+        return storage_key(x) in self._known
+
+    def add(self, x: Tensor) -> None:
+        """Adds that of a tensor."""
+        if len(self._known) % 4096 == 4095:
+            self._known = {key: ref for key, ref in self._known.items() if not ref.expired()}
+        storage = plain(x).untyped_storage()
+        self._known[storage._cdata] = StorageWeakRef(storage)  # which keeps the address from being used again
+
+    def drop(self, x: Tensor) -> None:
+        """Removes that of a tensor."""
+        self._known.pop(storage_key(x), None)
+
+
 class Stream:
     """A stream; the simulation has but one."""
 
@@ -199,8 +248,8 @@ class Stream:
 class Graph:
     """Operations repeated in the same memory, with their results in the same memory.
 
-    As on a GPU, the graph keeps what was allocated in its capture, and nothing else: it knows but the address of what
-    it reads and writes besides.
+    As on a GPU, the graph keeps what was allocated in its capture, and the numbers of the host that it was given: it
+    knows but the address of what it reads and writes besides.
     """
 
     device: Device
@@ -211,7 +260,9 @@ class Graph:
     def take(self, operations: list[tuple[Any, ...]]) -> None:
         """Takes the operations of a capture."""
         own = {storage_key(x) for *_, fresh in operations for x in fresh if x is not None}
-        at = partial(tree_map_only, Tensor, lambda x: x if storage_key(x) in own else Address(x))
+        at = partial(
+            tree_map_only, Tensor, lambda x: Address(x) if x in self.device and storage_key(x) not in own else x
+        )
         self._operations = [(function, at(args), at(kwargs), fresh) for function, args, kwargs, fresh in operations]
 
     def replay(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.legs.items import is_failure
-from benchmarks.legs.science import EVAL_LAST, ROUNDS, SEED, summary
+from benchmarks.legs.science import EVAL_LAST, ROUNDS, ROWS, SEED, summary
 from fl_lightning.core import UserError
 from fl_lightning.results.metrics import markdown, read_run
 from fl_lightning.results.papers import find
@@ -109,17 +109,17 @@ def reason(value: dict[str, Any]) -> str:
 
 
 def speed(items: Found) -> list[str]:
-    """Rates, next to a plain loop in the same format and to the floors."""
+    """Rates, next to a plain loop in the same format and to the floors; what is the same work stands together."""
     floors = items.get("floors", {})
     loops = {(v["work"], v["method"], v["form"]): v for v in items.values() if v.get("who") == PLAIN}
     body: Lines = []
-    for v in items.values():
-        if v.get("who", PLAIN) == PLAIN:
-            continue
+    rows = [v for v in items.values() if v.get("who", PLAIN) != PLAIN]
+    works = list(dict.fromkeys(map(what, rows)))
+    for v in sorted(rows, key=lambda v: works.index(what(v))):
         plain = loops.get((v["work"], v["method"], v["form"])) or loops.get((v["work"], v["method"], "float32"), {})
         body.append([
             f"{v['work']}, {v['method']}" + (f", {v['seeds']} seeds" if v["seeds"] > 1 else ""), v["who"], v["form"],
-            str(v["cohort"]), f"{v['round_s'] * 1e3:.3g}", f"{plain['round_s'] * 1e3:.3g}" if plain else "",
+            str(v["cohort"]), ms(v["round_s"]), ms(plain["round_s"]) if plain else "",
             f"{v['steps_per_s'] / plain['steps_per_s']:.2f}" if plain else "",
             share(flops_s(v, plain, floors), v), f"{v['peak_gb']:.2f}" if "peak_gb" in v else "",
         ])  # fmt: skip
@@ -135,6 +135,16 @@ def speed(items: Found) -> list[str]:
     return [explained, markdown([head, *body])]
 
 
+def what(v: dict[str, Any]) -> tuple[Any, ...]:
+    """What rows that stand together measure."""
+    return v["work"], v["method"], v["seeds"], v["cohort"]
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, to three digits."""
+    return f"{float(f'{seconds * 1e3:.3g}'):g}"
+
+
 def flops_s(v: dict[str, Any], plain: dict[str, Any], floors: dict[str, Any]) -> float | None:
     rate = floors.get(f"{v['form']}_flops")
     return plain["step_flops"] * v["steps"] * v["cohort"] * v["seeds"] / rate if plain and rate else None
@@ -145,13 +155,13 @@ def share(floor: float | None, v: dict[str, Any]) -> str:
 
 
 def science(items: Found) -> list[str]:
-    """Runs next to those of the ledger on a CPU, and to the papers' numbers."""
+    """Runs in the leg's order, next to those of the ledger on a CPU, and to the papers' numbers."""
     head = [
         "run", "rounds", "accuracy", "on the CPU", "lambda_max", "on the CPU",
         *(f"accuracy in {name}" for name in PAPERS), "lambda_max in FedGloSS", "ms a round",
     ]  # fmt: skip
     body: Lines = []
-    for name, v in items.items():
+    for name, v in sorted(items.items(), key=lambda item: [*ROWS, item[0]].index(item[0])):
         if "rounds" not in v:  # it has ended before it could train
             continue
         cpu = ledger(name)
@@ -163,7 +173,7 @@ def science(items: Found) -> list[str]:
             accuracy(cpu), measured, number(cpu, "flatness/lambda_max"),
             *(printed(name, "alpha=0.05", where) for where in PAPERS.values()),
             printed(name, "alpha=0.05", {"paper": "fedgloss", "table": "8", "metric": "lambda_max"}),
-            f"{v['seconds a round'] * 1e3:.3g}" if "seconds a round" in v else "",
+            ms(v["seconds a round"]) if "seconds a round" in v else "",
         ])  # fmt: skip
     explained = (
         f"CIFAR-10, alpha 0.05, `HsuCNN`, 5 of 100 clients, seed {SEED}, {ROUNDS:,} rounds, bf16-mixed; the numbers of"

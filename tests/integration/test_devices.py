@@ -276,7 +276,11 @@ def test_what_the_simulation_refuses() -> None:
         host, here = torch.ones(3), torch.ones(3).to("cuda")
         assert here.is_cuda and (here * 2 + torch.tensor(1.0)).is_cuda and not host.is_cuda
         assert here[1:].is_cuda and torch.zeros(3, device=here.device).is_cuda and not here.cpu().is_cuda
-        for mixture in (lambda: here + host, lambda: torch.stack([here, host]), lambda: host.add_(here)):
+        zero, one, some = torch.tensor(0.0), torch.tensor(1.0), here > 0
+        for mixture in (
+            lambda: here + host, lambda: torch.stack([here, host]), lambda: host.add_(here), lambda: zero.add_(here[0]),
+            lambda: here.clamp(zero, one), lambda: torch.addcmul(here, here, one), lambda: here.lerp(here, one),
+        ):  # fmt: skip
             with pytest.raises(RuntimeError, match="same device"):
                 mixture()
         with pytest.raises(TypeError, match="numpy"):
@@ -286,17 +290,60 @@ def test_what_the_simulation_refuses() -> None:
             here.sum().item, lambda: float(here[0]), here.tolist, here.cpu, lambda: here[here > 0], here.nonzero,
             lambda: bool(here.any()), lambda: torch.tensor([1.0], device="cuda"), lambda: here[torch.tensor([0])],
             lambda: host.to(here), lambda: here.new_tensor(1.0), lambda: host.copy_(here),
+            lambda: torch.where(some, here, zero), lambda: here.masked_fill(some, here[0]), lambda: here.unique(),
+            lambda: torch.zeros(1 << 16).to("cuda", non_blocking=True), lambda: here.repeat_interleave(some.long()),
         ):  # fmt: skip
             before = device.count("wait")
             waits()
             assert device.count("wait") == before + 1
         before = device.count("wait")
+        for right in (
+            torch.where(some, here, 0), here.masked_fill(some, zero), here.maximum(zero), one / here, one * here[0],
+            here.clamp(min=zero), here.repeat_interleave(some.long(), output_size=3),
+        ):  # fmt: skip
+            assert right.is_cuda
         assert host.to("cuda", non_blocking=True).sum().is_cuda and device.count("copy") == 1
+        assert torch.zeros(1 << 16).pin_memory().to("cuda", non_blocking=True).is_cuda and device.count("copy") == 2
         assert device.count("wait") == before
-        with pytest.raises(RuntimeError, match="capturing"):
-            CudaGraph(lambda x, y: (x * float(y.sum()),))((here,), (), (here[None],))
     with Device("mps") as device, pytest.raises(TypeError, match="float64"):
         torch.ones(3).to(device.device).double()
+
+
+ZERO = torch.zeros(())
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "a value is read": lambda x: x * float(x.sum()),
+    "a branch": lambda x: x if x.sum() > 0 else -x,
+    "a number of the host in where": lambda x: torch.where(x > 0, x, ZERO),
+    "a tensor of the host": lambda x: x + torch.ones(3),
+    "a copy that waits": lambda x: x + torch.ones(3).to(x.device),
+    "a copy that does not wait": lambda x: x + torch.ones(3).to(x.device, non_blocking=True),
+    "values of Python": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device),
+    "indices of the host": lambda x: x[torch.tensor([2, 1, 0])],
+    "a mask": lambda x: x[x > 0],
+    "a copy to the host": lambda x: x.cpu().to(x.device),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_a_capture_refuses(wrong: str) -> None:
+    with Device() as device:
+        x = torch.ones(3).to(device.device)
+        step = WRONG[wrong]
+        with pytest.raises(RuntimeError, match="same device" if wrong == "a tensor of the host" else "capturing"):
+            CudaGraph(lambda x, y: (step(x),))((x,), (), (x[None],))
+
+
+def test_a_capture_keeps_the_numbers_of_the_host() -> None:
+    """They are arguments of kernels; what the host computes meanwhile is not repeated."""
+    number = torch.tensor(2.0)
+    with Device() as device:
+        x = torch.ones(3).to(device.device)
+        graph = CudaGraph(lambda x, y: (x * (number + 1),))
+        assert graph((x,), (), (x[None],))[0].tolist() == [3.0] * 3
+        number.fill_(7.0)
+        assert graph((x,), (), (x[None],))[0].tolist() == [3.0] * 3
+        (again,) = CudaGraph(graph.function)((x,), (), (x[None],))
+        assert again.tolist() == [8.0] * 3
 
 
 def test_a_captured_step_is_repeated_on_new_values() -> None:

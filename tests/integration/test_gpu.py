@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import tarfile
@@ -24,9 +26,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGE = "# Title\n\n<!-- gpu -->\nNothing yet.\n<!-- /gpu -->\n\nThe end.\n"
 MACHINE = {"kind": "cuda", "device": "A GPU", "torch": "2.15", "cuda": "13", "python": "3.12"}
 STRANGE = """
-import ctypes, os, subprocess, time
+import ctypes, os, signal, subprocess, time
 
 def crash(): ctypes.string_at(0)
+def killed(): os.kill(os.getpid(), signal.SIGKILL)
 def hang(): subprocess.run(["sleep", "1000"])
 def fail(): raise ValueError("of no use\\nat all")
 def good(): return {"ok": True, "threads": os.environ["OMP_NUM_THREADS"]}
@@ -34,7 +37,7 @@ def wrong(): return {"ok": False}
 def strange(): return {"ok": open}
 
 def items(task):
-    return {f.__name__: f for f in (crash, hang, fail, good, wrong, strange)} | {"last": good}
+    return {f.__name__: f for f in (crash, killed, hang, fail, good, wrong, strange)} | {"last": good}
 """
 
 
@@ -58,14 +61,14 @@ def results(folder: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def processes_in(folder: Path) -> list[str]:
+def processes_in(folder: Path) -> dict[int, str]:
     """Commands of the processes that work in a folder."""
-    found = []
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (path / "cwd").resolve() == folder:
-                found.append((path / "cmdline").read_text())  # empty if it has ended
-    return [command for command in found if command]
+                found[int(path.name)] = (path / "cmdline").read_text()  # empty if it has ended
+    return {number: command for number, command in found.items() if command}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -99,9 +102,11 @@ def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.Capture
             "floors": {"launches_per_s": 1e5, "graphed_launches_per_s": 1e6, "float32_flops": 1e12},
             "a": {**work, "who": "plain loop", **rates, "step_operations": 100, "step_flops": 10**8},
             "b": {**work, "who": "graphed", **graphed},
+            "c": {**work, "method": "FedSAM", "who": "graphed", **graphed},
+            "d": {**work, "who": "batched", **graphed},
         },
         "speed: not reached": [],
-        "science": {"FedAvg": {**run, "engine": "graphed", "seconds a round": 0.012}, "FedSAM": cut},
+        "science": {"FedSAM": cut, "FedAvg": {**run, "engine": "graphed", "seconds a round": 0.012}},
         "science: not reached": ["FedSAM", "FedGMT"],
     }
     out.write_text(json.dumps({"A GPU": found}))
@@ -117,6 +122,15 @@ def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.Capture
     assert "| W1, FedAvg | graphed | float32 | 5 | 10 | 100 | 10.00 | 40% | 1.50 |" in text
     assert "| FedAvg | 3000 | 48.00 ± 1.00 | 48.60 ± 5.01 | 70 | 148 |" in text
     assert "| FedSAM | 2007, cut off | 45.00 (1, rounds 2000 to 2000) |" in text
+    rows = [
+        "### Correctness",
+        "### Speed",
+        "| W1, FedAvg | graphed",
+        "| W1, FedAvg | batched",
+        "| W1, FedSAM | graphed",
+    ]
+    places = [text.index(row) for row in (*rows, "### Science", "| FedAvg | 3000", "| FedSAM | 2007")]
+    assert places == sorted(places)  # each leg in its order, whichever item ended first
     assert "MOON, compiled" in text and "Not reached: FedSAM, FedGMT" in text
 
 
@@ -142,11 +156,12 @@ def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
     assert "SIGSEGV" in found["crash"]["error"] and "ended after its time" in found["hang"]["error"]
     assert found["fail"]["error"] == "ValueError: of no use"
     assert found["good"]["ok"] and found["last"]["ok"] and found["good"]["threads"] == "2"
-    assert results.failed == ["crash", "hang", "fail", "wrong", "strange"]
+    assert "SIGKILL" in found["killed"]["error"]
+    assert results.failed == ["crash", "killed", "hang", "fail", "wrong", "strange"]
     log = path.with_suffix(".log").read_text()
     assert "not JSON serializable" in found["strange"]["error"]
     assert log.count("\n== ") + 1 == 4 and "in crash" in log and "in hang" in log and "in fail" in log
-    assert not [command for command in processes_in(tmp_path) if "spawn_main" in command or "sleep" in command]
+    assert not [command for command in processes_in(tmp_path).values() if "spawn_main" in command or "sleep" in command]
     here = machine("cpu")
     assert Results(path, "strange").begin(here, ["crash", "good", "new"]) == ["new", "crash"]
     assert Results(path, "strange").begin(here, ["crash", "good", "new"], "new") == ["new"]
@@ -205,11 +220,9 @@ def test_what_travels_to_a_lent_machine_is_small() -> None:
     assert sum(path.stat().st_size for path in files if path.exists()) / 2**20 + DATA < LIMIT
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", ["check", "measure"])
-def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
-    """What pack brings is made here: CIFAR-10's decoder, which writes nothing, and one wheel."""
-    brought, out = tmp_path / ".gpu", tmp_path / "out"
+def lent(folder: Path) -> dict[str, str]:
+    """Makes what pack brings: CIFAR-10's decoder, which writes nothing, and one wheel; returns the environment."""
+    brought = folder / ".gpu"
     brought.mkdir()
     (brought / "limits").write_text("90 90 90\n")
     (brought / "commit").write_text("abc\n")
@@ -223,8 +236,15 @@ def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
             wheel.writestr(f"brought-1.dist-info/{name}", text)
         wheel.writestr("brought.py", "")
     for name in ("benchmarks", "contest", "fl_lightning", "configs", "ledger"):
-        (tmp_path / name).symlink_to(BENCHMARKS.parent / name)
-    env = {**os.environ, "DEVICE": "cpu", "PYTHON": sys.executable, "OUT": str(out), "WORK": str(tmp_path / "work")}
+        (folder / name).symlink_to(BENCHMARKS.parent / name)
+    own = {"DEVICE": "cpu", "PYTHON": sys.executable, "OUT": str(folder / "out"), "WORK": str(folder / "work")}
+    return {**os.environ, **own}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["check", "measure"])
+def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
+    env, out = lent(tmp_path), tmp_path / "out"
     command = ["bash", str(BENCHMARKS / "gpu.sh"), verb, "--only", "^FedAvg(, sequential)?$|^floors"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -238,6 +258,34 @@ def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
         with tarfile.open(out / "runs.tgz") as runs:
             names = runs.getnames()
         assert any(name.endswith("metrics.csv") for name in names) and not any("checkpoints" in name for name in names)
+
+
+@pytest.mark.long
+def test_a_lent_machine_is_killed_at_any_moment(tmp_path: Path) -> None:
+    """Whatever was said to have ended comes home, no process is left, and no item is done again."""
+    env, said, chance = lent(tmp_path), list[str](), random.Random(42)
+    (tmp_path / ".gpu/limits").write_text("600 600 600\n")
+    command = ["bash", str(BENCHMARKS / "gpu.sh"), "check", "--only", "^FedAvg"]
+    for last in (False, False, False, True):
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        if not last:
+            said += [process.stdout.readline() for _ in range(chance.randrange(2))]
+            time.sleep(3 * chance.random())
+            legs = [number for number, command in processes_in(tmp_path).items() if "benchmarks.gpu" in command]
+            assert all(os.getpgid(leg) == process.pid for leg in legs)  # so that it does not write on
+            os.killpg(process.pid, signal.SIGKILL)
+        said += process.communicate(timeout=300 if last else 30)[0].splitlines()
+        while processes_in(tmp_path):
+            time.sleep(0.02)
+        ended = [line.partition(": ")[0] for line in said if line.startswith("FedAvg")]
+        if (brought := tmp_path / "out/gpu.json").exists():
+            join(brought, tmp_path / "home.json")
+            (here,) = json.loads((tmp_path / "home.json").read_text()).values()
+            assert {*ended} <= {*here["correctness"]}
+    assert process.returncode == 0 and len({*ended}) == len(ended)
+    assert len(here["correctness"]) == 3 and all(item["ok"] for item in here["correctness"].values())
 
 
 def kill(process: subprocess.Popen[str], folder: Path) -> None:

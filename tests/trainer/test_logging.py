@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+import fl_lightning
 from fl_lightning import CSVLogger, UserError, WandbLogger
 from fl_lightning.results.metrics import read_metrics
 from fl_lightning.trainer.loggers import About
@@ -286,6 +290,22 @@ def test_a_run_without_wandb_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(metrics(folder)["server/test/acc"]) == 2 and not (folder / "wandb").exists()
     with pytest.raises(SystemExit, match=r"^error: .*WandbLogger\.mode = offline: wandb is missing"):
         run("fit", "--trainer.loggers=WandbLogger", "--trainer.loggers.mode=offline", root=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_quickstart_where_wandb_is_not_installed(tmp_path: Path) -> None:
+    """In a process that finds all packages but wandb, and, beside its runs, the folder of those of W&B."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for package in Path(torch.__file__).parents[1].iterdir():
+        if not package.name.startswith("wandb"):
+            (site / package.name).symlink_to(package)
+    (tmp_path / "wandb").mkdir()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(fl_lightning.__file__).parents[1]), str(site)])}
+    command = [sys.executable, "-S", "-m", "fl_lightning", "fit", "--config", "quickstart", "--trainer.max_rounds", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "wandb is not installed" in done.stderr, done.stderr
+    assert len(metrics(tmp_path / "runs/FedGloSS-Digits/version_0")["server/test/acc"]) == 1
 
 
 def test_loggers_of_lightning_work_beside_ours(logged: Path) -> None:

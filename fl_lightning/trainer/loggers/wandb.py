@@ -72,7 +72,8 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         log_model: bool | None = None,
     ) -> None:
         project = project or os.environ.get("WANDB_PROJECT") or "fl_lightning"
-        self.installed = find_spec("wandb") is not None
+        found = find_spec("wandb")
+        self.installed = found is not None and found.origin is not None  # a folder of W&B's runs has none
         ensure(self.installed or mode is None, f"WandbLogger.mode = {mode}: wandb is missing; run pip install wandb")
         if self.installed:
             super().__init__(project=project, name=name)
