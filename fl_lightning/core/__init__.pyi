@@ -60,6 +60,7 @@ from .forward import places as places
 from .forward import plain_recurrence as plain_recurrence
 from .forward import unchanged as unchanged
 from .forward import variance_needed as variance_needed
+from .forward import while_at as while_at
 from .losses import enlarged as enlarged
 from .losses import kl_to_teacher as kl_to_teacher
 from .losses import not_true as not_true

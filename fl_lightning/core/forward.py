@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.flat import FlatNet
+
+T = TypeVar("T")
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Context for forward passes: ``fabric.autocast``."""
@@ -31,6 +33,27 @@ def call_at(net: nn.Module, weights: Mapping[str, Tensor], x: Any, names: list[t
     """
     values = {name: weights[first] for name, first in names if first in weights}
     return functional_call(net, values, (x,), tie_weights=False)
+
+
+class _Within(nn.Module):
+    """A net, called with what is to be done while it has other weights."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, do: Callable[[], Any]) -> Any:
+        return do()
+
+
+def while_at(net: nn.Module, weights: Mapping[str, Tensor], names: list[tuple[str, str]], do: Callable[[], T]) -> T:
+    """Returns what a function returns that is called while a net has other values for some parameters, as in `call_at`.
+
+    A backward pass needs them, too, if it computes parts of the forward pass again, as checkpoints of activations do.
+    """
+    values = {f"net.{name}": weights[first] for name, first in names if first in weights}
+    result: T = functional_call(_Within(net), values, (do,), tie_weights=False)
+    return result
 
 
 def mend_group_norms(net: nn.Module) -> None:

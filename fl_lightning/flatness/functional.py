@@ -10,8 +10,9 @@ Several processes may share the samples: each calls the same function with its o
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,10 @@ from fl_lightning.core import (
     matching,
     places,
     plain_recurrence,
+    while_at,
 )
+
+T = TypeVar("T")
 
 Batch = tuple[Inputs, Tensor]
 """Samples and targets."""
@@ -136,15 +140,36 @@ class LossAt:
             UserError: If ``loss`` does not return one value per sample.
         """
         x, y = map_tensors(lambda v: v.to(self.w.device), x), y.to(self.w.device)
-        parts = torch.split(self.w, [shape.numel() for shape in self._shapes])
-        weights = {n: p.view(s) for n, p, s in zip(self.names, parts, self._shapes, strict=True)}
-        outputs = call_at(self.model, self._constant | weights, x, self._places)
+        outputs = call_at(self.model, self._weights(), x, self._places)
         losses = self.loss(outputs, y)
         ensure(
             losses.shape == (len(y),),
             f"loss: gives {tuple(losses.shape)}, not one value per sample; use reduction='none'",
         )
         return losses, outputs
+
+    def _weights(self) -> dict[str, Tensor]:
+        parts = torch.split(self.w, [shape.numel() for shape in self._shapes])
+        return self._constant | {n: p.view(s) for n, p, s in zip(self.names, parts, self._shapes, strict=True)}
+
+    def within(self, do: Callable[[], T]) -> T:
+        """Returns what a function returns that is called while the network has these weights.
+
+        Backward passes are made in it: those of a checkpoint of activations call parts of the network again.
+        """
+        return while_at(self.model, self._weights(), self._places, do)
+
+    def slope(self) -> tuple[Tensor, int]:
+        """Returns the gradient of the sum of this process's losses, ``(d,)``, and the number of its samples."""
+        total, n = torch.zeros_like(self.w), 0
+        for x, y in self.batches():
+            losses, _ = self.scores(x, y)
+            if losses.requires_grad:  # it has none where it does not depend on the weights
+                losses.sum().backward()  # type: ignore[no-untyped-call] # a checkpoint may refuse torch.autograd.grad
+            if self.w.grad is not None:
+                total, self.w.grad = total + self.w.grad, None
+            n += len(losses)
+        return total, n
 
     def total(self, mine: Tensor) -> Tensor:
         """Returns the sum of a tensor over the processes."""
@@ -226,11 +251,8 @@ def gradient(
 ) -> Tensor:
     """Returns ∇F(w), ``(d,)``; arguments and errors as in :func:`mean_loss`."""
     f = LossAt(model, loss, batches, at, reduce=reduce)
-    total, n = torch.zeros_like(f.w), 0
     with measuring(model):
-        for x, y in f.batches():
-            losses, _ = f.scores(x, y)
-            total, n = total + vjp(losses.sum(), f.w), n + len(losses)
+        total, n = f.within(f.slope)
     return f.total(total) / f.samples(n)
 
 
@@ -261,13 +283,18 @@ def arithmetic(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def measuring(model: nn.Module) -> Iterator[None]:
-    """Enters eval mode and :func:`arithmetic`; restores the modes and the global random state."""
+def measuring(model: nn.Module, fused: bool = False) -> Iterator[None]:
+    """Enters eval mode and :func:`arithmetic`; restores the modes and the global random state.
+
+    Args:
+        model: The network.
+        fused: Whether its attention may be fused, which has no second derivative.
+    """
     with (
         eval_mode(model),
         torch.random.fork_rng(devices=[]),  # a DataLoader draws a base seed in every pass
         arithmetic(next(model.parameters()).device),
-        sdpa_kernel(SDPBackend.MATH),  # fused attention has no second derivative
+        nullcontext() if fused else sdpa_kernel(SDPBackend.MATH),
         plain_recurrence(model),
     ):
         yield

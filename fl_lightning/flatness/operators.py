@@ -29,7 +29,6 @@ from fl_lightning.flatness.functional import (
     LossAt,
     Progress,
     Reduce,
-    arithmetic,
     batch_sizes,
     measuring,
     vjp,
@@ -189,20 +188,23 @@ class Operator:
         self._n = self.f.samples(sum(sizes))
         self._kept: list[Share] = []
         if sizes and keep_graph is not False:
-            saved: dict[int, int] = {}  # memory of the first graph, by address
-
-            def pack(tensor: Tensor) -> Tensor:
-                storage = tensor.untyped_storage()
-                saved[storage.data_ptr()] = storage.nbytes()
-                return tensor
-
             with measuring(model):
-                rest = self._shares()
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    first = next(rest)
-                needed = sum(saved.values()) * sum(sizes) // sizes[0]
-                if keep_graph or len(sizes) == 1 or needed <= KEEP_BYTES:
-                    self._kept, self.kept_bytes = [first, *rest], needed
+                self.f.within(lambda: self._keep(sizes, bool(keep_graph)))
+
+    def _keep(self, sizes: Sequence[int], always: bool) -> None:
+        saved: dict[int, int] = {}  # memory of the first graph, by address
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        rest = self._shares()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            first = next(rest)
+        needed = sum(saved.values()) * sum(sizes) // sizes[0]
+        if always or len(sizes) == 1 or needed <= KEEP_BYTES:
+            self._kept, self.kept_bytes = [first, *rest], needed
 
     def drop_graphs(self) -> None:
         """Frees the graphs; each product makes them again."""
@@ -223,11 +225,14 @@ class Operator:
         ensure(v.shape[:1] == self.shape[:1], f"v: {tuple(v.shape)} does not fit a matrix {self.shape}")
         if v.ndim == 2:
             return torch.stack([self @ column for column in v.T], dim=1)
-        total, v = torch.zeros_like(self.f.w), v.to(self.f.w)
-        with arithmetic(self.device) if self._kept else measuring(self.f.model):
-            for share in self._kept or self._shares():
-                total = total + share(v, bool(self._kept))
-        return self.f.total(total)
+        with measuring(self.f.model):
+            return self.f.total(self.f.within(lambda: self._product(v.to(self.f.w))))
+
+    def _product(self, v: Tensor) -> Tensor:
+        total = torch.zeros_like(v)
+        for share in self._kept or self._shares():
+            total = total + share(v, bool(self._kept))
+        return total
 
     def agreed(self, stop: bool) -> bool:
         """Returns True on every process if any of them votes to stop; rounding can split them."""
@@ -237,8 +242,9 @@ class Operator:
 class Differences(Operator):
     """The Hessian by central differences: ``H v = (g(w + e v) - g(w - e v)) / 2e`` for a vector v of length 1.
 
-    For nets that have no second derivative. It takes two gradients a product and keeps no graph. The error is about
-    e² / 6 times the third derivative of the gradient along v, plus rounding, u / e with u the unit roundoff.
+    For nets that have no second derivative, or a slow one: attention may be fused, activations computed again. A
+    product takes two gradients and keeps no graph. The error is about e² / 6 times the third derivative of the gradient
+    along v, plus rounding, u / e with u the unit roundoff.
 
     That holds for smooth nets. With kinks (ReLU, max-pooling) a difference that crosses some is the curvature of the
     loss smoothed over e, not the Hessian of double backward: see :meth:`halving`.
@@ -272,12 +278,10 @@ class Differences(Operator):
         self.step = roundoff ** (1 / 3) * max(1.0, float(self.f.w.detach().norm())) if step is None else step
 
     def _gradient(self, w: Tensor) -> Tensor:
-        f, total = copy(self.f), torch.zeros_like(w)
+        f = copy(self.f)
         f.w = w.detach().requires_grad_()
-        with measuring(f.model):
-            for x, y in f.batches():
-                total = total + vjp(f.scores(x, y)[0].sum() / self._n, f.w)
-        return total
+        with measuring(f.model, fused=True):
+            return f.within(f.slope)[0] / self._n
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """See :class:`Operator`; the rate is that of the difference which rounding of the weights leaves."""

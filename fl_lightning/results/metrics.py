@@ -45,6 +45,8 @@ METRICS = (
     Known("server/val/{}", "validation {}"),
     Known("client/train/{}", "training {}"),
     Known("flatness/lambda_max", "lambda_max", "loss / weight²", "lambda_max"),
+    Known("flatness/merged_lambda_max", "merged lambda_max", "loss / weight²", "merged_lambda_max"),
+    Known("flatness/critical_sharpness", "critical sharpness", "loss / weight²", "critical_sharpness"),
     Known("flatness/discrepancy", "discrepancy", "loss", "discrepancy"),
     Known("flatness/sharpness_global", "global sharpness", "loss", "sharpness_global"),
     Known("flatness/sharpness_local", "local sharpness", "loss", "sharpness_local"),

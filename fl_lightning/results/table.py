@@ -27,7 +27,7 @@ TABLES = {
     "costs": "cost",
 }
 """Titles of the tables."""
-PAIRED = ("mean", "lambda_max")
+PAIRED = ("mean", "lambda_max", "merged_lambda_max")
 """Columns of which differences are taken."""
 ARROWS: dict[Mode, str] = {"max": "↑", "min": "↓"}
 

@@ -115,7 +115,7 @@ class Study:
         store = Store(self.store)
         if not keys or (kept := [line for line in store.lines if line["method"] == name + end]):
             config = flatten(store.config(kept[0])) if keys else {}
-            return {key: config[key] for key in keys}
+            return {key: config.get(key) or config[_in_list(key, config)] for key in keys}
         if name not in self._tuning():
             self.tune(name)
         tried = [row for row in self._tuning()[name] if row[1] == "finished"]
@@ -184,6 +184,12 @@ class Study:
         path = self.store / TUNING
         rows = [*csv.reader(path.read_text(encoding="utf-8").splitlines())][1:] if path.is_file() else []
         return grouped((row[0], row) for row in rows)
+
+
+def _in_list(key: str, config: Mapping[str, Any]) -> str:
+    """Returns the key that a setting of the last entry of a list has in a flat config: MAN's stands below its name."""
+    of, _, name = key.rpartition(".")
+    return f"{of}.{config[of].rpartition(', ')[2]}.{name}"
 
 
 def correlation(sweep: Sweep, seed: int) -> float:

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fl_lightning import SGD, Digits, Dirichlet, FedAvg, FederatedTrainer, FlatnessMonitor, LambdaMax, UserError
-from fl_lightning.flatness import finite_differences, hessian, lambda_max, trace
+from fl_lightning.core import FlatSpec
+from fl_lightning.flatness import finite_differences, gradient, hessian, lambda_max, trace
 from tests.problem import Golden
 
 CE = nn.CrossEntropyLoss(reduction="none")
@@ -104,3 +107,59 @@ def test_a_net_without_second_derivatives(tmp_path: Any) -> None:
     trainer.callbacks[-1] = FlatnessMonitor(1, [LambdaMax()])
     with pytest.raises(UserError, match=r"second derivative"):
         trainer.fit(FedAvg(net=OnceNet(True), optimizer=SGD(0.1)), data)
+
+
+class Attention(nn.Module):
+    """A block of attention, whose activations a checkpoint may compute again."""
+
+    def __init__(self, again: str = "no") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.again = nn.Linear(16, 48), nn.Linear(16, 4), again
+
+    def block(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again == "no":
+            return self.out(self.block(x).mean(1))
+        reentrant = self.again == "reentrant"
+        h = checkpoint(self.block, x.clone().requires_grad_() if reentrant else x, use_reentrant=reentrant)
+        return self.out(h.mean(1))
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("again", ["no", "plain", "reentrant"])
+@pytest.mark.parametrize("away", [0.0, 0.3])
+def test_fused_attention_and_checkpoints(again: str, away: float) -> None:
+    """In float32: fused, and again computed at the weights of the measurement, not at those that the net has."""
+    draw = torch.Generator().manual_seed(1)
+    data = [(torch.randn(10, 5, 16, generator=draw), torch.arange(10) % 4) for _ in range(2)]
+    plain, net = Attention(), Attention(again)
+    w = FlatSpec(plain).vector(plain).detach()
+    at = w + away * torch.randn(len(w), generator=draw)
+    exact = hessian(plain, CE, data, at)
+    with Operations() as fused:
+        found = finite_differences(net, CE, data, at)
+        products = [(found @ v, exact @ v) for v in torch.randn(3, len(w), generator=draw)]
+    assert any("flash_attention_for_cpu_backward" in name for name in fused.names)
+    assert all(float((one - other).norm() / other.norm()) < 1e-2 for one, other in products)
+    assert lambda_max(found).value == pytest.approx(lambda_max(exact).value, rel=1e-2)
+    torch.testing.assert_close(gradient(net, CE, data, at), gradient(plain, CE, data, at))
+    torch.testing.assert_close(FlatSpec(net).vector(net).detach(), w, rtol=0, atol=0)
+    with Operations() as twice:
+        if again != "reentrant":  # which has no gradient of given tensors, and so no second derivative
+            torch.testing.assert_close(hessian(net, CE, data, at) @ w, exact @ w)
+    assert not any("flash_attention" in name for name in twice.names)

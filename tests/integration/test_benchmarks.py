@@ -155,6 +155,8 @@ def test_rank_correlations_of_critical_sharpness(docs: Path, monkeypatch: pytest
     monkeypatch.setattr(pages, "CRITICAL", ("FedAvg", "FedDyn", "FedScar"))
     pages.critical()
     assert "critical_sharpness_server: " in capsys.readouterr().out
+    pages.critical_rows("FedDyn", "FedGMT")  # rows of the ledger, trained again
+    assert "critical_sharpness: 1.00" in capsys.readouterr().out
 
 
 def test_the_curvature_at_equal_loss_lies_between_two_measurements() -> None:

@@ -1,7 +1,9 @@
-"""The example in one file gives the package's weights, bit for bit."""
+"""The examples: FedSAM in one file gives the package's weights, bit for bit, and LoRA goes from texts to a round."""
 
 from __future__ import annotations
 
+import csv
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 import torch
 
 from fl_lightning import SGD, Digits, DigitsMLP, Dirichlet, FederatedTrainer, FedSAM
+from tests.runs import cli
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "fedsam_from_scratch.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "fedsam_from_scratch.py"
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,21 @@ def test_fedsam_from_scratch_is_the_package(
 
     assert torch.equal(w, run.server.w), f"differs by {(w - run.server.w).abs().max()}"
     assert f"test accuracy {run.metrics['server/test/acc']:.4f}" in printed
+
+
+@pytest.mark.slow
+def test_lora_on_a_body_that_other_texts_have_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts whose class is their first word: the body learns it on one half, and the head on the other half."""
+    monkeypatch.chdir(tmp_path)
+    with open("texts.csv", "w", newline="") as file:
+        csv.writer(file).writerows(
+            [i % 4 + 1, ["war", "sport", "market", "science"][i % 4], "and so on"] for i in range(2400)
+        )
+    example = runpy.run_path(str(EXAMPLES / "lora_agnews.py"))
+    example["data"]("texts.csv")
+    cli("centralized", "--config", str(EXAMPLES / "lora_agnews_body.yaml"))
+    example["body"]("runs/body/version_0/checkpoints/last.ckpt")
+    few = ["--trainer.max_rounds=5", "--data.num_clients=10", "--trainer.loggers=[]", "--model.optimizer.lr=0.5"]
+    cli("fit", "--config", str(EXAMPLES / "lora_agnews.yaml"), "--trainer.name=lora", *few)
+    summary = json.loads(Path("runs/lora/version_0/summary.json").read_text())
+    assert summary["final"] > 0.5

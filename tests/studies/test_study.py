@@ -159,3 +159,16 @@ def test_new_rows_follow_the_rules_and_leave_the_others_alone(
         "FedAvg", lambda line: line["about"].update(weights="x"), "FedAvg/seed_3: is missing, or is not what it was"
     )
     changed("FedAvg", lambda line: line.update(row="other"), "FedAvg/seed_3: is missing, or is not what it was")
+
+
+@pytest.mark.slow
+def test_a_missing_row_has_the_settings_of_a_part_in_a_list(tmp_path: Path) -> None:
+    zeta = {"zeta": {"key": "model.parts.zeta", "min": 0.1, "max": 1.0}}
+    methods = {"MAN": ["--model FedAvg --model.parts+=MAN", "zeta"]}
+    study = {**STUDY, "draws": 2, "seeds": [3, 4], "ranges": zeta, "methods": methods}
+    extract({"small/about.yaml": yaml.safe_dump(study)}, tmp_path)
+    run(tmp_path)
+    whole = {line["row"]: line["about"]["weights"] for line in Store(tmp_path / "rows").lines}
+    cli("study", "remove", str(tmp_path / "rows/alpha_1/MAN/seed_4"))
+    run(tmp_path)
+    assert {line["row"]: line["about"]["weights"] for line in Store(tmp_path / "rows").lines} == whole
