@@ -116,6 +116,7 @@ from .nets import FastText as FastText
 from .nets import Frozen as Frozen
 from .nets import FullyConnected as FullyConnected
 from .nets import HsuCNN as HsuCNN
+from .nets import HuggingFaceNet as HuggingFaceNet
 from .nets import LoRA as LoRA
 from .nets import MobileNetV2GN as MobileNetV2GN
 from .nets import PreActResNet18GN as PreActResNet18GN

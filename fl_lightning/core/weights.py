@@ -123,10 +123,11 @@ CHUNK = 2**20
 def moving_buffers(net: nn.Module) -> list[str]:
     """Returns the names of the buffers that training may change.
 
-    In a net with frozen parameters, the buffers of modules that stay in eval mode and hold no trained parameter are not
-    among them.
+    Buffers that ``state_dict()`` leaves out are constants, such as the numbers of positions. In a net with frozen
+    parameters, the buffers of modules that stay in eval mode and hold no trained parameter are not among them either.
     """
-    names = [name for name, _ in net.named_buffers()]
+    state = net.state_dict(keep_vars=True)
+    names = [name for name, _ in net.named_buffers() if name in state]
     if all(p.requires_grad for p in net.parameters()):
         return names
     with modes_kept(net):

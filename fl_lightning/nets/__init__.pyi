@@ -8,6 +8,7 @@ from .cnn import DigitsMLP as DigitsMLP
 from .cnn import FashionCNN as FashionCNN
 from .cnn import FullyConnected as FullyConnected
 from .cnn import HsuCNN as HsuCNN
+from .huggingface import HuggingFaceNet as HuggingFaceNet
 from .resnet import MobileNetV2GN as MobileNetV2GN
 from .resnet import PreActResNet18GN as PreActResNet18GN
 from .resnet import ResNet8GN as ResNet8GN
