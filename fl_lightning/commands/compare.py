@@ -6,7 +6,7 @@ from typing import Literal
 from rich.cells import cell_len
 from rich.markup import escape
 
-from fl_lightning.core import check_folder, figure_files, make_folder, write_together
+from fl_lightning.core import check_folder, figure_files, make_folder, require, write_together
 from fl_lightning.results import compare, console, curve_files, filled, say, short_path, show_table, table, varied
 
 BEST = table.Markup(best="[bold]{}[/]")
@@ -23,6 +23,8 @@ def run(
     reference: str | None = None,
     pivot: str | None = None,
     importance: bool = False,
+    columns: str | None = None,
+    names: str | None = None,
     out: str | None = None,
 ) -> None:
     """Prints a table of finished runs, and writes it as CSV and LaTeX.
@@ -37,13 +39,21 @@ def run(
             differences are taken from it; null: from the first row.
         pivot: Two settings that vary, such as rho,alpha: the metric by both is printed in place of the table.
         importance: Whether the settings that vary are ranked by how much they matter, in place of the table.
+        columns: Columns to show, as compare.csv names them, such as mean,lambda_max; null: all.
+        names: Names of the rows in their order, for table and figures, such as Ours,FedSAM; the numbers that were set
+            differently stand beside them; null: the settings that differ.
         out: Folder for compare.csv, compare.tex, and curves as PDF, PNG and CSV, and the pivot with its
             heat map, importances with parallel coordinates; null: only the table is printed.
     """
     if out is not None:
         check_folder(out)
-    groups = compare.compare(runs, target, last, metric, reference, mode)
+    groups = compare.compare(runs, target, last, metric, reference, mode, None if names is None else names.split(","))
     shown = table.columns(groups, None if reference is None else compare.of_run(groups, reference))
+    if columns is not None:
+        known = {column.key: column for column in shown}
+        for name in (wanted := columns.split(",")):
+            require(name in known, "columns", name, f"choose from {', '.join(known)}")
+        shown = [known[name] for name in wanted]
     keys = [*map(escape, table.names(groups))]
     labels = [[*map(escape, table.label(group))] for group in groups]
     least = sum(max(map(cell_len, column)) + 3 for column in zip(keys, *labels, strict=True))

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +36,7 @@ class Group:
         runs: Their statistics.
         left_out: Folders of other runs with the same config and a seed of these.
         settings: The settings that tell it from the other groups, by a short name; see `telling`.
+        named: Whether a reader has named it.
     """
 
     name: str
@@ -44,11 +45,12 @@ class Group:
     runs: list[Summary]
     left_out: list[Path] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
+    named: bool = False
 
     @property
     def title(self) -> str:
         """The settings that tell it from the others in a line, as in ``FedSAM, rho 0.1``; its name where none does."""
-        parts = [(key, value) for key, value in self.settings.items() if value != MISSING]
+        parts = [(key, value) for key, value in self.settings.items() if value != MISSING and not self.named]
         return ", ".join(f"{key} {value}" if NUMBER.fullmatch(value) else value for key, value in parts) or self.name
 
     @property
@@ -87,6 +89,7 @@ def compare(
     metric: str | None = None,
     reference: str | Path | None = None,
     mode: Mode | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[Group]:
     """Computes statistics of runs; runs of one config with different seeds are a group.
 
@@ -100,10 +103,11 @@ def compare(
         metric: Name of the metric; None: that of the data on the test set.
         reference: One of the runs; without ``target``, the mean of its group's last rounds is the target.
         mode: Whether large (max) or small (min) values of the metric are good; None: as its name says.
+        names: Names of the groups in their order, as a paper has them; None: those of their folders.
 
     Raises:
-        UserError: If a folder holds no run, two of the given folders are the same run, metrics differ, or no run of the
-            reference has a finite value.
+        UserError: If a folder holds no run, two of the given folders are the same run, metrics differ, no run of the
+            reference has a finite value, or there is another number of groups than of names.
     """
     runs = [runs] if isinstance(runs, str | Path) else runs
     ensure(bool(runs), "runs = []: give the folders of runs, or a folder above them")
@@ -130,7 +134,7 @@ def compare(
                 continue
             del group[seed]  # the later one comes last
         group[seed] = folder
-    names = _names([next(iter(group.values())) for group in members.values()])
+    ends = _names([next(iter(group.values())) for group in members.values()])
     configs = [settings_of(next(iter(group.values()))) for group in members.values()]
     short = telling(configs) if all(configs) else {}
     texts = {whole: shown(config.get(whole) for config in configs) for whole in short.values()}
@@ -143,17 +147,34 @@ def compare(
             left_out=left_out.get(key, []),
             settings={end: texts[whole][config.get(whole)] for end, whole in short.items()},
         )
-        for name, config, (key, group) in zip(names, configs, members.items(), strict=True)
+        for name, config, (key, group) in zip(ends, configs, members.items(), strict=True)
     ]
+    if names is not None:
+        groups = _renamed(groups, names)
     if reference is not None and target is None:
         reached = of_run(groups, reference).values("mean")
         ensure(bool(reached), f"reference = {reference}: its {metric} is not finite; give a target")
-        return compare(runs, fmean(reached), last, metric, mode=mode)
+        return compare(runs, fmean(reached), last, metric, mode=mode, names=names)
     for folder, each in ((folder, run) for row in groups for folder, run in zip(row.folders, row.runs, strict=True)):
         if not _ended(folder):
             asked = settings_of(folder)["trainer.max_rounds"]
             say(f"not ended: {folder} has {each.rounds} of {asked} rounds, and counts all the same", file=sys.stderr)
     return groups
+
+
+def _renamed(groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
+    """Returns groups as a reader names them; of their settings the numbers stay, in one column."""
+    titles = folded("; ".join(group.title for group in groups), 300)
+    good = len({*names} - {""}) == len(names) == len(groups)
+    ensure(good, f"names = {','.join(names)}: give {len(groups)} different names, for these rows in order: {titles}")
+    tuned = [
+        ", ".join(f"{key} {value}" for key, value in group.settings.items() if NUMBER.fullmatch(value))
+        for group in groups
+    ]
+    return [
+        replace(group, name=name, named=True, settings={"method": name} | ({"settings": set_to} if any(tuned) else {}))
+        for group, name, set_to in zip(groups, names, tuned, strict=True)
+    ]
 
 
 def find_runs(folders: Sequence[str | Path]) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -164,6 +165,33 @@ def test_settings_that_differ_are_columns(runs: list[Path], tmp_path: Path) -> N
     assert names([alone]) == ["run"] and label(alone) == ["FedAvg"]
     mixed = compare([runs[0], write(tmp_path / "Mine", {6: 0.5})])  # a run from Python has no config
     assert names(mixed) == ["run"]
+
+
+def test_a_reader_names_the_rows_and_chooses_columns(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli(
+        "compare", *map(str, runs), "--names=Ours,FedSAM", "--columns=best,mean_difference", f"--out={tmp_path / 'out'}"
+    )
+    out = capsys.readouterr().out
+    assert "Ours" in out and "lr 0.2" in out and "− Ours" in out and "final" not in out
+    with (tmp_path / "out/compare.csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert [row["run"] for row in rows] == ["Ours", "FedSAM"] and [row["settings"] for row in rows] == [
+        "lr 0.1",
+        "lr 0.2",
+    ]
+    assert {"best", "mean_difference"} < {*rows[0]} and not {"mean", "final"} & {*rows[0]}
+    tex = (tmp_path / "out/compare.tex").read_text()
+    assert tex.startswith("\\begin{tabular}{l") and "FedSAM & lr 0.2 & " in tex
+    assert "Ours" in (tmp_path / "out/curves.csv").read_text()
+    for arg, said in {
+        "--names=Ours": "names = Ours: give 2 different names, for these rows in order: lr 0.1; lr 0.2",
+        "--names=Ours,Ours": "names = Ours,Ours: give 2 different names",
+        "--columns=best,acc": "columns = acc: choose from mean, ",
+    }.items():
+        with pytest.raises(SystemExit, match=f"^error: {re.escape(said)}"):
+            cli("compare", *map(str, runs), arg)
 
 
 def test_settings_that_tell_configs_apart() -> None:
