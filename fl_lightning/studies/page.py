@@ -25,7 +25,7 @@ LEGEND = (
     "mean. A method is *self-reported* until another process has trained one of its rows again to the bit (of a "
     "long one, its first rounds), then *checked*, and *verified* if its program was also held against its "
     "authors'; the numbers count such rows among all. Differences are means over the common seeds, with 95 % "
-    "intervals by Student's t; bold if those against all other rows leave out 0, or, with one seed, the best. "
+    "intervals by Student's t; the best value is bold if that to the next best leaves out 0, or with one seed. "
     "`fl-lightning compare` of the rows has further columns."
 )
 
