@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -49,3 +51,16 @@ def test_a_wheel_made_from_the_sdist_runs_by_the_names_of_configs(tmp_path: Path
     run(program, "fit", *both, "--trainer.max_rounds=2", "--trainer.callbacks=[]", cwd=tmp_path / "mine")
     (folder,) = (tmp_path / "mine/runs").glob("*/version_0")
     assert (folder / "summary.json").exists()
+
+    # what the Dockerfile copies makes the same wheel
+    (tmp_path / "image").mkdir()
+    for *sources, to in (
+        line.split()[1:] for line in (ROOT / "Dockerfile").read_text().splitlines() if "COPY " in line
+    ):
+        for each in sources:
+            copy = shutil.copytree if (ROOT / each).is_dir() else shutil.copy
+            copy(ROOT / each, tmp_path / "image" / (to if (ROOT / each).is_dir() else each))
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", str(tmp_path / "image"), cwd=tmp_path)
+    (other,) = (tmp_path / "image/dist").glob("*.whl")
+    names = [{name for name in ZipFile(path).namelist() if "__pycache__" not in name} for path in (wheel, other)]
+    assert names[0] == names[1] and len(names[0]) > 200
