@@ -46,6 +46,10 @@ def test_dry_run_shows_the_runs_and_what_they_take(
     assert re.search(r"4 runs, about [\d.]+ \w+ with --jobs 1; about [\d.]+ [MG]B of memory", shown)
     assert "CIFAR10, HsuCNN, alpha=0, 5/100, E=1, FedSAM, acc: known\nknown: 2 of 2 cells\n" in shown
     assert list(tmp_path.iterdir()) == []
+    cli(*TABLE, "--rounds=0.0004", "--dry-run", "--measure", *DIGITS)
+    shown = capsys.readouterr().out
+    rows = dict(re.findall(r"│ (Fed\w+) │.*│ +([\d.]+) m?s │ +[\d.]+ m?s │$", shown, re.MULTILINE))
+    assert "measuring a few rounds: CIFAR10, HsuCNN" in shown and {*rows} == {"FedAvg", "FedSAM"}
     cli("reproduce", "fedgmt", "2", "--rows=FedGMT", "--columns=AGNews,Path(2)", "--rounds=0.004", "--dry-run", *DIGITS)
     shown = capsys.readouterr().out
     assert "FedGMT, minutes@82: a time of the paper's machine" in shown and "known: 2 of 3 cells" in shown
@@ -91,9 +95,9 @@ def test_seconds_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FedSAM(DigitsMLP())  # twice the passes of FedAvg
     trainer = FederatedTrainer(max_rounds=30, eval_every=10, local_epochs=2, accelerator="cpu")
     trained, evaluated = 30 * 5 * 2 * len(data.y_train) / 10, 3 * len(data.y_test)
-    assert Step(1e-3, 0).run(trainer, model, data, 5) == pytest.approx(1e-3 * (2 * trained + evaluated / 3))
+    assert Step(1e-3, 0).run(trainer, model, data, 5, (2, 2)) == pytest.approx(1e-3 * (2 * trained + evaluated / 3))
     trainer.local_steps = 7
-    assert Step(1.0, 0).run(trainer, model, data, 5) == pytest.approx(2 * 30 * 5 * 7 * 20 + evaluated / 3)
+    assert Step(1.0, 0).run(trainer, model, data, 5, (2, 2)) == pytest.approx(2 * 30 * 5 * 7 * 20 + evaluated / 3)
     measured = Step.measure(trainer, model, data)
     assert measured.seconds > 0 and not any(p.grad is not None for p in model.net.parameters())
 
