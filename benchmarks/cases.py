@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 import fl_lightning as fl
 from benchmarks.harness import Case, Row, Turns, compete, machine, row
 from fl_lightning.core import State
-from fl_lightning.flatness import gradient, hessian, lambda_max
+from fl_lightning.flatness import critical_rate, finite_differences, gradient, hessian, lambda_max
 from fl_lightning.results.metrics import markdown
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.callbacks import Callback
@@ -283,6 +283,15 @@ def ours(net: nn.Module, batches: list[Any], named: dict[str, Any]) -> float:
     return lambda_max(hessian(net, LOSS, batches, parameters=[*named]), tol=1e-3).iterations
 
 
+def by_differences(net: nn.Module, batches: list[Any], named: dict[str, Any]) -> float:
+    return lambda_max(finite_differences(net, LOSS, batches, parameters=[*named]), tol=1e-3).iterations
+
+
+def critical(net: nn.Module, batches: list[Any], named: dict[str, Any]) -> float:
+    """Critical sharpness along the gradient, as the first one of a run, without a warm start."""
+    return critical_rate(net, LOSS, batches, gradient(net, LOSS, batches)).evaluations
+
+
 def curvlinops(net: nn.Module, batches: list[Any], named: dict[str, Any]) -> float:
     from curvlinops import HessianLinearOperator
     from scipy.sparse.linalg import LinearOperator, eigsh
@@ -303,7 +312,10 @@ def eigenthings(net: nn.Module, batches: list[Any], named: dict[str, Any]) -> fl
     return 20
 
 
-LIBRARIES = {"fl_lightning": ours, "curvlinops": curvlinops, "hessian-eigenthings": eigenthings}
+LIBRARIES = {
+    "fl_lightning": ours, "by differences": by_differences, "critical sharpness": critical, "curvlinops": curvlinops,
+    "hessian-eigenthings": eigenthings,
+}  # fmt: skip
 
 
 def images(n: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from fl_lightning import algorithms
 from fl_lightning.commands import main as cli
 from fl_lightning.engine import catalogue
 from fl_lightning.results.metrics import markdown
-from fl_lightning.trainer import loop
+from fl_lightning.trainer import loop, program
 from tests import page_code, paper_tables
 from tests.trainer import test_private_outputs
 
@@ -55,6 +55,11 @@ def without_rounds() -> str:
     """The algorithms that have a meaning without rounds."""
     named = {name: getattr(algorithms, name)(nn.Linear(2, 3)) for name in sorted(algorithms.__all__, key=str.lower)}
     return ", ".join(name for name, objective in named.items() if not objective.needs_rounds)
+
+
+def program_needs() -> str:
+    """What a run needs for its rounds to be programs."""
+    return "".join(f"- {need}\n" for need in program.NEEDS)
 
 
 def navigation(text: str) -> str:
@@ -122,6 +127,7 @@ def renewals() -> dict[Path, Iterable[Renewal]]:
             between("<!-- without rounds -->\n", "\n<!-- /without rounds -->", without_rounds),
         ),
         DOCS / "compression.md": (between("<!-- compression -->\n", "<!-- /compression -->", pages.compression_table),),
+        DOCS / "engines.md": (between("<!-- needs -->\n", "<!-- /needs -->", program_needs),),
         DOCS / "experiments.md": (paper_tables.renew,),
         **dict.fromkeys(sorted(DOCS.glob("experiments/*.md")), (paper_tables.renew,)),
         DOCS / "guides/cluster.md": (between("```bash\n#!", "```", partial(batch.removeprefix, "#!")),),

@@ -20,6 +20,7 @@ from fl_lightning.commands.shared.prediction import (
 )
 from fl_lightning.core import PositiveInt, checked, json_text, require
 from fl_lightning.results import filled, say, show_table
+from fl_lightning.trainer import program
 
 SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 MOST = 1_000_000
@@ -44,6 +45,7 @@ class Plan:
         uploads: Uploads that reach the server.
         late: Clients that are too late.
         device_seconds: ``clock/time_s`` at the end of the run; None: there is no clock.
+        lacking: What the run lacks for its rounds to be programs, of `program.NEEDS`.
     """
 
     processes: int
@@ -59,6 +61,7 @@ class Plan:
     uploads: int
     late: int
     device_seconds: float | None
+    lacking: list[str]
 
     def show(self) -> None:
         """Prints a table."""
@@ -71,6 +74,8 @@ class Plan:
         show_table(filled(["", "times", "each", "together"], rows, left=4, title=title))
         on_device = f", {as_bytes(self.device_memory)} on its device" if self.device_memory else ""
         say(f"engine: {self.engine}; {self.measured} rounds measured")
+        if self.lacking:
+            say(f"rounds run one by one: a program of rounds needs {', '.join(self.lacking)}")
         say(f"memory: {as_bytes(self.memory)}{on_device} (first of {self.processes} processes)")
         say(f"on the wire: {self.bits:,} bits ({as_bytes(self.bits / 8)}) between clients and server")
         if self.device_seconds is not None:
@@ -132,6 +137,7 @@ def plan(
         uploads=sum(len(coming.clients) for coming in rounds),
         late=sum(coming.late for coming in rounds),
         device_seconds=None if run.timing is None else rounds[-1].time_s,
+        lacking=program.lacking(run) + ["one process"] * (world > 1),
     )
 
 

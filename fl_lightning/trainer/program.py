@@ -1,7 +1,7 @@
 """Consecutive rounds as one program, where nobody looks at the run between them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -22,30 +22,38 @@ MEMORY = 1 << 28
 """Maximum number of bytes of the states of server and clients that a program holds."""
 
 
-def length(run: Run) -> int:
-    """Returns how many rounds may run as one program, from the next one on.
+NEEDS: Mapping[str, Callable[[Run], bool]] = {
+    "the engine batched or graphed": lambda run: isinstance(run.engine, BatchedEngine),
+    "all clients in one block (no client_block)": lambda run: getattr(run.engine, "width", None) is None,
+    "one process": lambda run: run.fabric.world_size == 1,
+    "one config, or one seed": lambda run: not run.varied,
+    "rounds of one phase": lambda run: run.objective.phases == 1,
+    "clients that train in rounds only (no Ditto)": lambda run: not run.objective.trains_alone,
+    "a server that sums nothing over what all clients keep": lambda run: not run.objective.sums_over_kept,
+    "the mean of uploads (no aggregation, no privacy)": lambda run: type(run.aggregation) is Mean,
+    "rounds (no asynchronous)": lambda run: run.settings.asynchronous is None,
+    "clients that never fail": lambda run: not run.failure_kinds,
+    "no time limit of the clock": lambda run: run.timing is None or math.isinf(run.timing.clock.max_time_s),
+    "minibatches (data.batch_size)": lambda run: run.data.batch_size is not None,
+    "samples in memory (no stream)": lambda run: not run.data.stream,
+    "the clients' state in memory (client_memory)": lambda run: not run.clients.on_disk,
+}
+"""What a run needs for its rounds to be programs, in the words of `plan` and of the documentation."""
 
-    The first round of a process is none: hooks make their caches in it. A program needs rounds of one phase, and
-    clients that train in one block on one process, never fail, and are averaged by their mean. It ends with a round
-    that is evaluated, or at whose end a callback needs the run, before one of which a callback needs the local models,
-    and takes no more than half of the time that is left, at the pace of the last round.
+
+def lacking(run: Run) -> list[str]:
+    """Returns what of `NEEDS` a run does not have."""
+    return [need for need, has in NEEDS.items() if not has(run)]
+
+
+def length(run: Run) -> int:
+    """Returns how many rounds may run as one program, from the next one on, in a run that has all of `NEEDS`.
+
+    The first round of a process is none: hooks make their caches in it. A program ends with a round that is evaluated,
+    or at whose end a callback needs the run, before one of which a callback needs the local models, and takes no more
+    than half of the time that is left, at the pace of the last round.
     """
-    objective, engine = run.objective, run.engine
-    possible = (
-        isinstance(engine, BatchedEngine)
-        and engine.width is None
-        and type(run.aggregation) is Mean
-        and run.fabric.world_size == 1
-        and objective.phases == 1
-        and not objective.trains_alone
-        and not objective.sums_over_kept
-        and not run.varied
-        and run.rounds_done > run.first_round
-        and run.data.batch_size is not None
-        and run.settings.asynchronous is None
-        and (run.timing is None or math.isinf(run.timing.clock.max_time_s))
-        and not (run.failure_kinds or run.data.stream or run.clients.on_disk or run.should_stop)
-    )
+    possible = run.rounds_done > run.first_round and not run.should_stop and not lacking(run)
     most = TAKEN_BACK * possible
     if most and run.settings.max_time is not None:
         pace = run.metrics.get("time/round_s", math.inf)

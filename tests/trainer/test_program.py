@@ -55,6 +55,7 @@ def train(
     root: Path, make: Any = FedAvg, *callbacks: Callback, resume: Any = None, parts: Any = (), **more: Any
 ) -> Run:
     torch.manual_seed(0)
+    of_data = {name: more.pop(name) for name in ("batch_size", "stream") if name in more}
     trainer = FederatedTrainer(
         callbacks=[*callbacks, *([] if any(isinstance(c, Checkpoints) for c in callbacks) else [Checkpoints(11)])],
         **{
@@ -64,11 +65,11 @@ def train(
         },
     )  # fmt: skip
     optimizer = optimizer_for(make.__name__, 0.1, momentum=0.5)
-    return trainer.fit(make(DigitsMLP(hidden=8), optimizer=optimizer, parts=[*parts]), data(), resume)
+    return trainer.fit(make(DigitsMLP(hidden=8), optimizer=optimizer, parts=[*parts]), data(**of_data), resume)
 
 
-def data() -> Digits:
-    return Digits(num_clients=9, batch_size=32, partition=fl.Dirichlet(0.3))
+def data(**more: Any) -> Digits:
+    return Digits(**{"num_clients": 9, "batch_size": 32, "partition": fl.Dirichlet(0.3), **more})
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,19 +366,35 @@ def test_a_program_ends_before_a_round_that_is_not_finite(
     assert metrics(together) == metrics(alone)
 
 
+LACKING: dict[str, dict[str, Any]] = {
+    "the engine batched or graphed": {"engine": "sequential"},
+    "all clients in one block (no client_block)": {"client_block": 2},
+    "rounds of one phase": {"make": fl.NaiveFedGloSS},
+    "clients that train in rounds only (no Ditto)": {"parts": [fl.Ditto(0.1)]},
+    "a server that sums nothing over what all clients keep": {"make": fl.FedScar},
+    "the mean of uploads (no aggregation, no privacy)": {"aggregation": fl.CoordinateMedian()},
+    "rounds (no asynchronous)": {"asynchronous": fl.FedBuff(2), "clock": fl.Clock(sec_per_sample=1e-3)},
+    "clients that never fail": {"faults": fl.Faults(drop_after=0.2)},
+    "no time limit of the clock": {"clock": fl.Clock(sec_per_sample=1e-3, max_time_s=1e9)},
+    "minibatches (data.batch_size)": {"batch_size": None},
+    "samples in memory (no stream)": {"stream": True},
+    "the clients' state in memory (client_memory)": {"make": fl.SCAFFOLD, "client_memory": 1e-9},
+}
+"""What runs lack, and such a run; tests/integration/test_processes.py has several processes, and parallel runs vary."""
+
+
 @pytest.mark.sampled(quick=3)
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"engine": "sequential"},
-        {"client_block": 2},
-        {"aggregation": fl.CoordinateMedian()},
-        {"faults": fl.Faults(drop_after=0.2)},
-    ],
-)
-def test_rounds_that_run_one_by_one(more: dict[str, Any], tmp_path: Path) -> None:
-    assert train(tmp_path, FedAvg, seen := Rounds(), max_rounds=3, **more).rounds_done == 3
-    assert seen.seen == [1, 2, 3]
+@pytest.mark.parametrize(("need", "more"), LACKING.items(), ids=[*LACKING])
+def test_rounds_that_run_one_by_one(need: str, more: dict[str, Any], tmp_path: Path) -> None:
+    more = {"make": FedAvg, "max_rounds": 3, **more}
+    run = train(tmp_path, more.pop("make"), seen := Rounds(), **more)
+    late = ["clients that never fail"] * (need == "rounds (no asynchronous)")  # updates may come too late
+    assert seen.seen == [1, 2, 3] and program.lacking(run) == [need, *late]
+
+
+def test_all_needs_are_tested() -> None:
+    assert {*LACKING} | {"one process", "one config, or one seed"} == {*program.NEEDS}
+    assert [need for need in program.NEEDS if need in LACKING] == [*LACKING]
 
 
 def test_a_program_takes_half_of_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
