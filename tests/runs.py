@@ -172,7 +172,8 @@ def _fork(args: tuple[str, ...], cwd: Path, env: Mapping[str, str], files: list[
     gc.freeze()  # what the test left behind is not finalized here
     atexit._clear()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the tests may run under nohup
+        signal.signal(number, signal.SIG_DFL)
     for number, file in enumerate(files, 1):
         os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -30,7 +30,7 @@ from fl_lightning.trainer.loggers.csv import CSVLogger
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage import checkpoint
 from fl_lightning.trainer.storage.client_store import ClientStore
-from tests.runs import DIGITS, FORKS, assert_same, cli, forked, kill, last, metrics, newest, process, run, state
+from tests.runs import DIGITS, FORKS, SCRIPT, assert_same, cli, forked, kill, last, metrics, newest, process, run, state
 
 ROUNDS = 6
 ON_DISK = ["--trainer.client_memory=0"]
@@ -444,6 +444,16 @@ def test_signals_save(number: signal.Signals, gap: float, tmp_path: Path) -> Non
     assert out.startswith("to continue: fl-lightning fit --config ") and len(out.splitlines()) == 1
     rows = len((newest(tmp_path) / "metrics.csv").read_text().splitlines()) - 1
     assert 3 <= last(newest(tmp_path))["round"] <= rows  # a signal takes back a round that has just been logged
+
+
+@pytest.mark.slow
+def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
+    args = ["--model=FedAvg", *DIGITS, "--trainer.max_rounds=500", f"--trainer.default_root_dir={tmp_path}"]
+    with process("nohup", SCRIPT, "fit", *args, cwd=tmp_path) as child:
+        wait_for(lambda: any(len(p.read_text().splitlines()) > 4 for p in tmp_path.glob("*/*/metrics.csv")))
+        os.kill(child.pid, signal.SIGHUP)
+        child.communicate(timeout=600)
+    assert child.returncode == 0 and last(newest(tmp_path))["round"] == 500
 
 
 @pytest.mark.sampled(slow=3)
