@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from inspect import getmembers, isfunction, signature
@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.hooks import Hooks
@@ -124,8 +124,15 @@ def dry_step(engine: Engine, server: State, w0: Tensor, classes: int, ctx: Round
 
 
 def contract_of(objective: LocalObjective, classes: int = 3) -> dict[int, Exchange]:
-    """Returns what a dry step shows of an objective outside a run."""
-    engine = SequentialEngine(objective, FlatNet(objective.net), nullcontext)
+    """Returns what a dry step shows of an objective outside a run: without memory, unless a hook reads values."""
+    try:
+        return _contract(objective, deepcopy(objective.net).to("meta"), classes)
+    except RuntimeError:  # of a tensor without values
+        return _contract(objective, objective.net, classes)
+
+
+def _contract(objective: LocalObjective, net: nn.Module, classes: int) -> dict[int, Exchange]:
+    engine = SequentialEngine(objective, FlatNet(net), nullcontext)
     server = State({"w": engine.net.w, **State.initial(objective.server_inits(), engine.net.w, engine.net.w)})
     return dry_step(engine, server, engine.net.w, classes, RoundContext(t=0, rounds=1, m=1, flat=objective.flat))
 

@@ -61,6 +61,15 @@ def test_what_it_shows_by_phase() -> None:
     assert down == 32 * d and up < 2 * d
 
 
+class Reads(FedAvg):
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        return super().server_step(server, sent, uploads, ctx).replace(w=server.w * float(server.w[0] * 0 + 1))
+
+
+def test_outside_a_run_a_hook_may_read_values() -> None:
+    assert contract_of(Reads(Small()))[0].passes == (1, 1)
+
+
 class Grows(ServerMomentum):
     def __call__(self, server: State, delta: Tensor, ctx: Any) -> State:
         return super().__call__(server, delta.double().unsqueeze(0), ctx)
