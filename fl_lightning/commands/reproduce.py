@@ -96,23 +96,22 @@ class Planned:
             trainer.sampler = UniformSampler(self.made.data.num_clients)
         return prediction.measure(trainer, self.made.model, self.made.data)
 
-    def seconds(self, like: "Planned", measured: Measured | Step, passes: tuple[int, int]) -> float:
+    def seconds(self, like: "Planned", measured: Measured | Step) -> float:
         """Estimates the seconds of a run.
 
         Args:
             like: The task that was measured, which has the same data set and network; its data are set up.
             measured: Its measurement.
-            passes: Forward and backward passes of a local step of this one.
         """
         trainer, model, m = self.made.trainer, self.made.model, self.made.data.num_clients
         data, fixed = like.made.data, trainer.local_steps  # the samples are the same, only divided otherwise
         if isinstance(measured, Step):
-            return measured.run(trainer, model, data, self.cohort * data.num_clients / m, passes)
+            return measured.run(trainer, model, data, self.cohort * data.num_clients / m)
         steps = fixed or fmean(
             data.batches_per_client(k, trainer.local_epochs, None) * data.num_clients / m
             for k in range(data.num_clients)
         )
-        one, other = model.phases * sum(passes), like.made.model.phases * sum(measured.run.contract[0].passes)
+        one, other = (x.phases * sum(contract_of(x)[0].passes) for x in (model, like.made.model))
         parts = measured.parts(trainer, trainer.max_rounds, [[1] * self.cohort], passes=steps * one / other)
         return sum(times * each for times, each in parts.values())
 
@@ -250,7 +249,6 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         how: How they are made.
     """
     measured: dict[tuple[str, str], tuple[Planned, Measured | Step] | None] = {}
-    passes = dict[str, tuple[int, int]]()
     seconds, rows, memory = list[float](), [], 0
     for each, folders in planned.items():
         cell = each.task.cells[0]
@@ -258,9 +256,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
             measured[kind] = _measured(each, how)
         if (found := measured[kind]) is None:
             continue
-        if cell.algorithm not in passes:  # the same for every net
-            passes[cell.algorithm] = contract_of(each.made.model)[0].passes
-        one, whole = each.seconds(*found, passes[cell.algorithm]), each.made.trainer.max_rounds
+        one, whole = each.seconds(*found), each.made.trainer.max_rounds
         left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
         seconds += left
         of_data = each.samples if isinstance(found[1], Step) else 0

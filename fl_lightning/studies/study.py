@@ -115,7 +115,7 @@ class Study:
         store = Store(self.store)
         if not keys or (kept := [line for line in store.lines if line["method"] == name + end]):
             config = flatten(store.config(kept[0])) if keys else {}
-            return {key: config.get(key) or config[_in_list(key, config)] for key in keys}
+            return {key: config[key if key in config else _in_list(key, config)] for key in keys}
         if name not in self._tuning():
             self.tune(name)
         tried = [row for row in self._tuning()[name] if row[1] == "finished"]

@@ -95,9 +95,9 @@ def test_seconds_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FedSAM(DigitsMLP())  # twice the passes of FedAvg
     trainer = FederatedTrainer(max_rounds=30, eval_every=10, local_epochs=2, accelerator="cpu")
     trained, evaluated = 30 * 5 * 2 * len(data.y_train) / 10, 3 * len(data.y_test)
-    assert Step(1e-3, 0).run(trainer, model, data, 5, (2, 2)) == pytest.approx(1e-3 * (2 * trained + evaluated / 3))
+    assert Step(1e-3, 0).run(trainer, model, data, 5) == pytest.approx(1e-3 * (2 * trained + evaluated / 3))
     trainer.local_steps = 7
-    assert Step(1.0, 0).run(trainer, model, data, 5, (2, 2)) == pytest.approx(2 * 30 * 5 * 7 * 20 + evaluated / 3)
+    assert Step(1.0, 0).run(trainer, model, data, 5) == pytest.approx(2 * 30 * 5 * 7 * 20 + evaluated / 3)
     measured = Step.measure(trainer, model, data)
     assert measured.seconds > 0 and not any(p.grad is not None for p in model.net.parameters())
 

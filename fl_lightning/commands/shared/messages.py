@@ -188,8 +188,8 @@ def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
     if nested and "." in (above := path.removesuffix(f".{nested[1]}")):
         return _of_no_class(above, nested[1], nested[2].strip("'"))
     if abstract := re.search(r"but ([\w.]*) ?is abstract$", kind):
-        given = abstract[1] or value
-        module, _, name = first_of(rf"'([\w.]+\.{given.rpartition('.')[2]})'", message).rpartition(".")
+        module, _, name = (given := abstract[1] or value).rpartition(".")
+        module = module or first_of(rf"'([\w.]+)\.{name}'", message) or "fl_lightning"  # the declared base, or below it
         methods = getattr(import_module(module), name).__abstractmethods__
         return f"{path} = {given}: an abstract class; give one below it that defines {', '.join(sorted(methods))}"
     own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)

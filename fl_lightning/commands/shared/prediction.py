@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
 from fl_lightning.core import State, UserError, earlier, generator, map_tensors, named_tensors
-from fl_lightning.engine import ENGINES
+from fl_lightning.engine import ENGINES, contract_of
 from fl_lightning.trainer import (
     Callback,
     CSVLogger,
@@ -286,14 +286,7 @@ class Step(NamedTuple):
                 seconds = time.perf_counter() - begin
         return cls(seconds / n, peak_memory())
 
-    def run(
-        self,
-        trainer: FederatedTrainer,
-        model: LocalObjective,
-        data: FederatedDataModule,
-        clients: float,
-        passes: tuple[int, int],
-    ) -> float:
+    def run(self, trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, clients: float) -> float:
         """Works out the seconds of a run's training and evaluation.
 
         Args:
@@ -301,15 +294,14 @@ class Step(NamedTuple):
             model: Its local objective, of the same net.
             data: Its data, set up.
             clients: Clients of a round.
-            passes: Forward and backward passes of a local step.
         """
-        (forward, backward), steps = passes, trainer.local_steps
-        multiple = model.phases * (forward + 2 * backward) / 3  # a backward pass takes as long as two forward passes
+        (forward, backward), steps = contract_of(model)[0].passes, trainer.local_steps
+        passes = model.phases * (forward + 2 * backward) / 3  # a backward pass takes as long as two forward passes
         held = data.client_sizes.float().mean().item()
         trained = steps * (data.batch_size or held) if steps else trainer.local_epochs * held
         evaluations = due(trainer.max_rounds, trainer.eval_every, trainer.eval_last)
         evaluated = evaluations * len(data.y_test) / 3
-        return self.seconds * (trainer.max_rounds * clients * trained * multiple + evaluated)
+        return self.seconds * (trainer.max_rounds * clients * trained * passes + evaluated)
 
 
 class Ahead(NamedTuple):
