@@ -1,37 +1,24 @@
 """A study: its methods are trained in each column with each seed, and kept as rows of a store, which has its rules.
 
-A method with ranges is tuned: it draws its settings at random, as often as the others, and is judged on held-out
-training data. A row is one run of its own; draws may be trained as one program. What the store has is not trained
-again: rows, and the draws of a method if one of them is the best.
+A method with ranges is tuned: it tries its published settings and as many draws as the others, each with several seeds,
+and is judged on held-out training data. A row is one run of its own; draws may be trained as one program. What the
+store has is not trained again: rows, and the draws of a method.
 """
 
-import csv
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, grouped, make_folder, write_atomically
-from fl_lightning.results import headline, write_table
-from fl_lightning.results.configs import flatten
+from fl_lightning.core import UserError, ensure, make_folder, write_atomically
 from fl_lightning.results.rows import ABOUT, Store, alone
+from fl_lightning.studies import tuning
 from fl_lightning.studies.store import add
 from fl_lightning.studies.suite import RUNNER_UP, about_of, frozen
-from fl_lightning.sweeps.controller import Controller
-from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import Build, Check, Trial, run_trials
-
-TUNING = "tuning.csv"
-"""In a store: all draws."""
-METRIC, LOSS = "server/val/acc", "server/val/loss"
-"""What the draws are judged by; the data evaluate both."""
-CORRELATED, SEEDS = 0.3, 1000
-"""Largest rank correlation of two settings over the draws of a method, and how many seeds of draws are tried."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +72,7 @@ class Study:
             f"methods = {', '.join(sorted(unknown))}: not in {ABOUT}; it has {', '.join(self.given['methods'])}",
         )
         for name in methods or self.given["methods"]:
-            for end in ["", RUNNER_UP] if self.given.get("runner_up") and self._ranges(name) else [""]:
+            for end in ["", RUNNER_UP] if name in self.given.get("runner_up", ()) else [""]:
                 if missing := self.missing(name + end):
                     chosen = [f"--{key}={value}" for key, value in self.chosen(name, end).items()]
                     for row, args in missing.items():
@@ -96,70 +83,49 @@ class Study:
         """Returns the rows of a method that the store lacks, and the settings of their columns and seeds."""
         kept = {line["row"] for line in Store(self.store).lines}
         rows = {
-            f"{column.replace(' ', '_')}/{name}/seed_{seed}": [
-                *shlex.split(more), f"--trainer.seed={seed}", f"--data.seed={seed}"
-            ]
+            f"{column.replace(' ', '_')}/{name}/seed_{seed}": [*shlex.split(more), *_of(seed)]
             for column, more in self.given["columns"].items()
             for seed in self.given["seeds"]
-        }  # fmt: skip
+        }
         return {row: args for row, args in rows.items() if row not in kept}
 
     def chosen(self, name: str, end: str = "") -> dict[str, str]:
-        """Returns the tuned settings of a method: those of its rows, else its best draw, or the second-best one.
+        """Returns the tuned settings of a method: its best ones.
 
         Args:
             name: The method.
-            end: ``RUNNER_UP`` for the second-best draw.
+            end: ``RUNNER_UP`` for the second-best ones.
         """
-        keys = [self.given["ranges"][each]["key"] for each in self._ranges(name)]
-        store = Store(self.store)
-        if not keys or (kept := [line for line in store.lines if line["method"] == name + end]):
-            config = flatten(store.config(kept[0])) if keys else {}
-            return {key: config[key if key in config else _in_list(key, config)] for key in keys}
-        if name not in self._tuning():
+        if not self.given["methods"][name][1:]:
+            return {}
+        if name not in tuning.read(self.store):
             self.tune(name)
-        tried = [row for row in self._tuning()[name] if row[1] == "finished"]
-        tried.sort(key=lambda row: -float(row[2]))  # stable: the file has the better one of equals first
-        return dict(each.split("=", 1) for each in shlex.split(tried[bool(end)][3]))
+        return tuning.chosen(tuning.read(self.store)[name], rank=bool(end))
 
     def tune(self, name: str) -> None:
-        """Trains the draws of a method, and writes them to ``tuning.csv``, of equal ones that with less loss first.
+        """Trains a method with each setting that it tries and each seed of the tuning, and keeps what comes out.
 
         Raises:
-            UserError: If two settings would be correlated over the draws, or fewer than two draws have finished.
+            UserError: If a setting is wrong, or two would be correlated over the draws.
         """
-        parameters = {}
-        for each in map(self.given["ranges"].__getitem__, self._ranges(name)):
-            log = {} if "values" in each else {"distribution": "log_uniform_values"}
-            parameters[each["key"]] = {**log, **{key: value for key, value in each.items() if key != "key"}}
-        text = {
-            "program": "fl-lightning",
-            "method": "random",
-            "run_cap": self.given["draws"],
-            "metric": {"name": METRIC, "goal": "maximize"},
-            "parameters": parameters,
-            "command": ["fl-lightning", "fit", *self._args(name, "tuning"), "${args}"],
-        }
-        file = make_folder(self.folder / "tuning") / f"{name}.yaml"
-        write_atomically(file, yaml.safe_dump(text, sort_keys=False))
-        sweep = Sweep.read(file)
-        sweep = replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
-        seed = next((seed for seed in range(SEEDS) if correlation(sweep, seed) <= CORRELATED), None)
-        problem = f"two settings of {name} have a rank correlation above {CORRELATED} with each of {SEEDS} seeds"
-        ensure(seed is not None, f"draws = {self.given['draws']}: {problem}; give more draws")
-        for _ in Controller(sweep, file.with_suffix(""), [0], seed or 0).run(self.build, check=self.check):
-            pass  # one that diverges is a result, too
-        draws = [*csv.DictReader((file.with_suffix("") / "sweep.csv").read_text(encoding="utf-8").splitlines())]
-        tried = [draw for draw in draws if draw["state"] == "finished"]
-        ensure(
-            len(tried) > 1, f"{name}: {len(tried)} draws have finished, see {file.with_suffix('')}; give other ranges"
-        )
-        draws.sort(key=lambda draw: headline(Path(draw["folder"]), LOSS) or 0.0 if draw in tried else 0.0)
-        own = [[name, d["state"], d[METRIC], shlex.join(f"{key}={d[key]}" for key in parameters)] for d in draws]
+        settings, args = tuning.tried(self.given, name), self._args(name, "tuning")
+        trials = [
+            [
+                Trial(
+                    f"{name}/{k}/seed_{seed}", (*args, *(f"--{key}={value}" for key, value in own.items()), *_of(seed))
+                )
+                for seed in self.given.get("tuning_seeds", [0])
+            ]
+            for k, own in enumerate(settings)
+        ]
+        for of_one in trials:
+            self.check(of_one[0])
+        every = [trial for of_one in trials for trial in of_one]
+        ended = run_trials(every, self.folder / "tuning", self.build, check=self.check)
+        folders = {found.trial.name: found.folder for found in ended if found.error is None}
+        runs = [[folders.get(trial.name) for trial in of_one] for of_one in trials]
         with alone(self.store):
-            known = self._tuning() | {name: own}
-            rows = [row for each in self.given["methods"] for row in known.get(each, ())]
-            write_table(self.store / TUNING, ["method", "state", METRIC, "settings"], rows)
+            tuning.write(self.store, tuning.judged(name, settings, runs), [*self.given["methods"]])
 
     def train(self, row: str, args: Sequence[str]) -> None:
         """Trains a row, and adds it to the store.
@@ -173,30 +139,10 @@ class Study:
             with Store.edited(self.store) as store:
                 add(found.folder, store, row, frozen(self.given))
 
-    def _ranges(self, name: str) -> list[str]:
-        return list(self.given["methods"][name][1:])
-
     def _args(self, name: str, length: str) -> list[str]:
         return shlex.split(" ".join([self.given["fit"], self.given["methods"][name][0], self.given[length]]))
 
-    def _tuning(self) -> dict[str, list[list[str]]]:
-        """Returns the lines of ``tuning.csv`` by method."""
-        path = self.store / TUNING
-        rows = [*csv.reader(path.read_text(encoding="utf-8").splitlines())][1:] if path.is_file() else []
-        return grouped((row[0], row) for row in rows)
 
-
-def _in_list(key: str, config: Mapping[str, Any]) -> str:
-    """Returns the key that a setting of the last entry of a list has in a flat config: MAN's stands below its name."""
-    of, _, name = key.rpartition(".")
-    return f"{of}.{config[of].rpartition(', ')[2]}.{name}"
-
-
-def correlation(sweep: Sweep, seed: int) -> float:
-    """Returns the largest absolute rank correlation of two settings over the draws of a sweep with a seed."""
-    from scipy.stats import spearmanr  # takes a second to import
-
-    draws = sweep.search(seed).propose(sys.maxsize)
-    of = [[draw[parameter.key] for draw in draws] for parameter in sweep.parameters]
-    of = [values for values in of if len({*values}) > 1]
-    return max((abs(float(spearmanr(a, b).statistic)) for a, b in combinations(of, 2)), default=0.0)
+def _of(seed: int) -> list[str]:
+    """Returns the arguments of a seed: that of training, and that of the partition and of what is held out."""
+    return [f"--trainer.seed={seed}", f"--data.seed={seed}"]

@@ -14,10 +14,10 @@ from fl_lightning.results import load_yaml
 from fl_lightning.results.compare import Group
 from fl_lightning.results.rows import ABOUT
 
-FROZEN = ("suite", "fit", "draws", "tuning", "rows", "columns", "seeds")
+FROZEN = ("suite", "fit", "draws", "tuning", "tuning_seeds", "rows", "columns", "seeds")
 """What ``about.yaml`` says of data, partitions, budgets and measures: another text of these is another suite."""
 RUNNER_UP = " (runner-up)"
-"""Ends the name of a method that is trained with its second-best draw."""
+"""Ends the name of a method that is trained with its second-best settings."""
 
 
 @dataclass(frozen=True)
@@ -84,5 +84,5 @@ def about_of(store: Path) -> dict[str, Any]:
 
 def frozen(about: Mapping[str, Any]) -> str:
     """Returns a hash of the rules, with the suite's name; each row that a study trains keeps it."""
-    text = json.dumps({key: about.get(key) for key in FROZEN}, sort_keys=True)
+    text = json.dumps({key: about[key] for key in FROZEN if key in about}, sort_keys=True)
     return f"{about.get('suite', {}).get('name', 'none')}, {sha256(text.encode()).hexdigest()[:8]}"

@@ -1,0 +1,120 @@
+"""Equal budgets: the settings that each method of a study tries, and which of them it gets."""
+
+import csv
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median, stdev
+from typing import Any, cast
+
+import torch
+from torch.quasirandom import SobolEngine
+
+from fl_lightning.core import ensure, grouped
+from fl_lightning.results import headline, read_run, write_table
+from fl_lightning.sweeps.parameters import Parameter
+
+TUNING = "tuning.csv"
+"""In a store: the settings that each method has tried, the best first; the published ones are empty."""
+METRIC, FLAT, ERROR = "server/val/acc", "flatness/lambda_max", "standard error"
+"""What settings are judged by, as the median over the seeds of its headline; and what is kept beside it."""
+HEAD = ("method", "settings", METRIC, ERROR, "finished", FLAT)
+CORRELATED, SCRAMBLES = 0.3, 100
+"""Largest rank correlation of two settings over the draws, and how many scrambles are tried."""
+
+
+def tried(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Returns the settings that a method of a study tries, by key: none, which are the published ones, and its draws.
+
+    Args:
+        given: What ``about.yaml`` says.
+        name: The method.
+
+    Raises:
+        UserError: If a range is wrong, or two settings would be correlated over the draws.
+    """
+    entries = [given["ranges"][each] for each in given["methods"][name][1:]]
+    ranges = [_parameter(entry) for entry in entries]
+    settings: list[dict[str, Any]] = [{}]
+    for point in points(given["draws"], max(len(names) for _, *names in given["methods"].values())):
+        own: dict[str, Any] = {}
+        for entry, each, u in zip(entries, ranges, point, strict=False):
+            value = each.quantile(u)
+            own[each.key] = value * own[entry["times"]] if "times" in entry else value
+        settings.append(own)
+    return settings
+
+
+def points(count: int, dimensions: int) -> list[list[float]]:
+    """Returns points in (0, 1], the least correlated of some scrambled Sobol sequences; the first number is the rate's.
+
+    Raises:
+        UserError: If two of their numbers are correlated.
+    """
+
+    def correlation(sequence: torch.Tensor) -> float:
+        ranks = sequence.argsort(0).argsort(0).double()
+        return float(torch.atleast_2d(torch.corrcoef(ranks.T)).triu(1).abs().max())  # type: ignore[no-untyped-call]
+
+    scrambles = [SobolEngine(dimensions, scramble=True, seed=k) for k in range(SCRAMBLES)]  # type: ignore[no-untyped-call]
+    best = min((1 - each.draw(count, dtype=torch.float64) for each in scrambles), key=correlation)
+    remedy = f"two settings have a rank correlation above {CORRELATED}; give more draws"
+    ensure(correlation(best) <= CORRELATED, f"draws = {count}: {remedy}")
+    return cast("list[list[float]]", best.tolist())
+
+
+def judged(name: str, settings: Sequence[Mapping[str, Any]], runs: Sequence[Sequence[Path | None]]) -> list[list[Any]]:
+    """Returns the lines of a method in the table: its settings, the best first.
+
+    Args:
+        name: The method.
+        settings: The settings.
+        runs: The run folders of each of them, one a seed; None: it has diverged, which is worse than any value.
+    """
+    lines = []
+    for own, folders in zip(settings, runs, strict=True):
+        found = [headline(folder, METRIC) if folder else None for folder in folders]
+        values = [-math.inf if value is None or math.isnan(value) else value for value in found]
+        finite = [value for value in values if math.isfinite(value)]
+        error = stdev(finite) / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
+        flat = [pairs[-1][1] for folder in folders if (pairs := read_run(folder).get(FLAT))]
+        text = shlex.join(f"{key}={value}" for key, value in own.items())
+        lines.append([name, text, median(values), error, len(finite), median(flat) if flat else ""])
+    return sorted(lines, key=lambda line: -line[2])
+
+
+def write(store: Path, lines: Sequence[Sequence[Any]], methods: Sequence[str]) -> None:
+    """Writes the lines of a method to the table of a store; its methods come in an order."""
+    known = read(store) | grouped((line[0], dict(zip(HEAD, line, strict=True))) for line in lines)
+    write_table(store / TUNING, HEAD, [row.values() for each in methods for row in known.get(each, ())])
+
+
+def read(store: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the lines of the table of a store by method."""
+    path = store / TUNING
+    rows = [*csv.DictReader(path.read_text(encoding="utf-8").splitlines())] if path.is_file() else []
+    return grouped((row["method"], row) for row in rows)
+
+
+def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
+    """Returns the best settings of a method; the published ones count as the best within a standard error of these.
+
+    Args:
+        lines: The lines of the method.
+        rank: 1 for the second-best ones.
+
+    Raises:
+        UserError: If fewer than two settings have finished.
+    """
+    ended = [line for line in lines if math.isfinite(float(line[METRIC]))]
+    ensure(len(ended) > 1, f"{lines[0]['method']}: {len(ended)} settings have finished; give other ranges")
+    least = float(ended[0][METRIC]) - float(ended[0][ERROR])
+    ties = [line for line in ended if not line["settings"] and float(line[METRIC]) >= least]
+    ordered = ties + [line for line in ended if line not in ties]
+    return dict(each.split("=", 1) for each in shlex.split(ordered[rank]["settings"]))
+
+
+def _parameter(entry: Mapping[str, Any]) -> Parameter:
+    log = {} if "values" in entry else {"distribution": "log_uniform_values"}
+    return Parameter.of(entry["key"], {**log, **{k: v for k, v in entry.items() if k not in ("key", "times")}})
