@@ -401,8 +401,12 @@ class Run:
         self.state = replace(self.state, metrics={**self.metrics, **metrics})
 
     def write_metrics(self) -> Mapping[str, float]:
-        """Gives the round's metrics to the loggers, and returns them; later ones belong to the next round."""
-        logged, self.round_metrics = self.round_metrics, {}
+        """Gives the round's metrics to the loggers, and returns them; later ones belong to the next round.
+
+        Times have three digits, as nobody can repeat more of them.
+        """
+        found, self.round_metrics = self.round_metrics, {}
+        logged = {key: float(f"{value:.3g}") if key.startswith("time/") else value for key, value in found.items()}
         published = {name: value for name, value in logged.items() if is_protected(name)} if self.private else logged
         own = self.own_loggers if self.private else self.loggers
         for logger in self.loggers:

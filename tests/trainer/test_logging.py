@@ -74,7 +74,7 @@ def test_a_row_a_round(logged: Path) -> None:
     assert all(value > 0 for _, value in columns["time/round_s"])
     for rate, count in (("time/clients_per_s", COHORT), ("time/steps_per_s", COHORT * STEPS)):
         per_round = [a * b for (_, a), (_, b) in zip(columns[rate], columns["time/round_s"], strict=True)]
-        assert per_round == pytest.approx([count] * 5, rel=2e-4)  # of four digits each
+        assert per_round == pytest.approx([count] * 5, rel=2e-2)  # of three digits each
     steps = [COHORT * STEPS * t for t in every]
     assert [value for _, value in columns["client/steps"]] == steps
     assert [value for _, value in columns["client/passes"]] == [2 * value for value in steps]

@@ -47,7 +47,7 @@ class CSVLogger(RunLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:  # type: ignore[override]
         """Appends the row of round ``step``."""
-        new_row = {name: _text(name, value) for name, value in {"round": step, **metrics}.items()}
+        new_row = {name: str(value) for name, value in {"round": step, **metrics}.items()}
         with writing(self.path):
             if new := [key for key in metrics if key not in self.columns]:
                 head, *rows = read_rows(self.path)
@@ -69,11 +69,6 @@ class CSVLogger(RunLogger):
         csv.writer(text).writerows([columns, *([row.get(name, "") for name in columns] for row in rows)])
         write_atomically(self.path, text.getvalue())
         self.columns = columns
-
-
-def _text(name: str, value: float) -> str:
-    """Returns a number in full; a time, of which nobody can repeat more, with four digits."""
-    return f"{value:.4g}" if name.startswith("time/") else str(value)
 
 
 def _no_link(path: str, flags: int) -> int:
