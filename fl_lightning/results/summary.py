@@ -148,6 +148,7 @@ class Summary:
         target_minutes: Minutes up to and with that round.
         target_bits: Bits up to and with that round.
         target_transmissions: Transmissions up to and with that round.
+        target_passes: Forward and backward passes of all clients up to and with that round.
         target_device_s: Seconds on the clients' devices up to and with that round.
         slow_uploads: Share of the uploads that come from the slowest tenth of the clients; with a deadline or without
             rounds.
@@ -173,6 +174,7 @@ class Summary:
     target_minutes: float | None = None
     target_bits: float | None = None
     target_transmissions: float | None = None
+    target_passes: float | None = None
     device_s: float | None = None
     target_device_s: float | None = None
     slow_uploads: float | None = None
@@ -253,6 +255,7 @@ def summarise(
         target_minutes=None if reached is None else minutes(reached),
         target_bits=at("comm/total_bits", reached),
         target_transmissions=at("comm/transmissions", reached),
+        target_passes=at("client/passes", reached),
         device_s=at(CLOCK, rounds),
         target_device_s=at(CLOCK, reached),
         slow_uploads=uploads[-1] / sum(uploads) if any(uploads) else None,

@@ -162,6 +162,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             Column("target_minutes", f"minutes {to}", "target_minutes", form=",.2f"),
             Column("target_gigabytes", f"GB {to}", "target_bits", form=",.3f", scale=1 / 8e9),
             Column("target_transmissions", f"models {to}", "target_transmissions", form=",.0f"),
+            Column("target_passes", f"passes {to}", "target_passes", form=",.0f"),
             *(
                 [Column("target_device_hours", f"device hours {to}", "target_device_s", form=",.3g", scale=1 / 3600)]
                 if any(group.measured("device_s") for group in groups)

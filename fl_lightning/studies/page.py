@@ -1,6 +1,6 @@
 """The page of rows: a table for each column, where they are from and what checks found, and their figure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,8 +10,9 @@ from fl_lightning.results import find_runs
 from fl_lightning.results.compare import Group, compare
 from fl_lightning.results.curves import plot_curves, plot_tradeoff
 from fl_lightning.results.metrics import markdown
-from fl_lightning.results.rows import ABOUT
+from fl_lightning.results.rows import ABOUT, store_of
 from fl_lightning.results.table import Markup, cell, columns, differences
+from fl_lightning.studies import profiles, tuning
 from fl_lightning.studies.check import verdict
 from fl_lightning.studies.store import about
 from fl_lightning.studies.suite import Suite, about_of
@@ -30,6 +31,10 @@ LEGEND = (
 )
 
 
+TRIED = (
+    "Accuracy on held-out data and lambda_max of all settings that were tried: the ones on the front, where no other "
+    "setting is better in both."
+)
 Section = tuple[str, str, Callable[[], Figure]]
 """A column on the page: its name, its text, and what draws its figure."""
 
@@ -54,7 +59,7 @@ def page(rows: Sequence[str | Path], methods: Sequence[str] | None = None) -> tu
     rules = (
         f"Suite *{suite.name}*: {suite.kind}{source}; {suite.seeds} seeds decide{'' if suite.alone else ', not alone'}."
     )
-    sections = list[Section]()
+    sections, compared = list[Section](), list[list[Group]]()
     for column, folders in of_column.items():
         groups = compare(folders, target=suite.targets.get(column.name))
         reference = next((group for group in groups if group.name == given.get("reference")), groups[0])
@@ -62,8 +67,18 @@ def page(rows: Sequence[str | Path], methods: Sequence[str] | None = None) -> tu
         alive = [left for each in groups if (left := suite.survivors(each)[0]).runs]
         text = _section(groups, groups.index(reference), suite, given.get("verified", ()))
         sections.append((column.name, text, _figure(alive)))
+        compared.append(groups)
+    tried = tuning.front(found[0]) if rows and (found := store_of(rows[0])) else []
     head = [f"# {given['title']}", given["text"], rules if "suite" in given else "", LEGEND]
+    head += [profiles.table(compared), f"{TRIED}\n\n{_tried(tried)}" if tried else ""]
     return "\n\n".join(filter(None, head)), sections
+
+
+def _tried(front: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of settings on the front of accuracy and flatness."""
+    keys = (tuning.METRIC, tuning.FLAT)
+    lines = [[of["method"], of["settings"] or "published", *(f"{float(of[key]):.4g}" for key in keys)] for of in front]
+    return markdown([["method", "settings", "accuracy", "lambda_max"], *lines]).strip()
 
 
 def _section(groups: Sequence[Group], reference: int, suite: Suite, verified: Sequence[str]) -> str:

@@ -115,6 +115,15 @@ def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
     return dict(each.split("=", 1) for each in shlex.split(ordered[rank]["settings"]))
 
 
+def front(store: Path) -> list[dict[str, Any]]:
+    """Returns the settings in the table of a store that no other ones surpass in both accuracy and lambda_max."""
+    points = [
+        (float(line[METRIC]), -float(line[FLAT]), line) for of in read(store).values() for line in of if line[FLAT]
+    ]
+    best = [line for x, y, line in points if not any(v > x and w > y for v, w, _ in points)]
+    return sorted(best, key=lambda line: -float(line[METRIC]))
+
+
 def _parameter(entry: Mapping[str, Any]) -> Parameter:
     log = {} if "values" in entry else {"distribution": "log_uniform_values"}
     return Parameter.of(entry["key"], {**log, **{k: v for k, v in entry.items() if k not in ("key", "times")}})

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from fl_lightning.studies import tuning
 from fl_lightning.studies.page import page
+from fl_lightning.studies.profiles import scores
 from tests.studies.test_claims import BASE, BETTER, made
 
 
@@ -42,3 +49,37 @@ def test_methods_are_compared_within_a_column_only(tmp_path: Path) -> None:
     assert [(name, [*table(text)][2:]) for name, text, _ in sections] == [("one", ["A", "B"]), ("two", ["A", "C"])]
     assert all("On the front of accuracy and flatness" in text for _, text, _ in sections)
     assert [[*table(text)][2:] for _, text, _ in page([tmp_path / "rows"], ["B"])[1]] == [["A", "B"], ["A"]]
+
+
+def test_scores_are_the_mean_of_performance_profiles() -> None:
+    """In the first column 10, 20 and never; in the second 30, 15 and 60; in the third nobody reaches the target."""
+    never = [math.inf] * 3
+    costs: dict[str, list[list[float]]] = {
+        "A": [[10] * 3, [30] * 3, never],
+        "B": [[20] * 3, [15] * 3, never],
+        "C": [never, [60] * 3, never],
+    }
+    found = scores(costs)
+    profile = {
+        name: [statistics.fmean([of[0] / 10 <= tau, of[1] / 15 <= tau, 0]) for tau in np.arange(1.0005, 4, 0.001)]
+        for name, of in {"A": (10, 30), "B": (20, 15), "C": (math.inf, 60)}.items()
+    }
+    for name, values in profile.items():
+        assert found[name][0] == pytest.approx(statistics.fmean(values), abs=1e-3)
+        assert found[name] == (found[name][0],) * 3  # all seeds are alike
+
+
+def test_intervals_of_scores_are_those_of_the_seeds() -> None:
+    """The median of two seeds in three is one of both costs or their mean, and only B varies."""
+    costs = {"A": [[10] * 9], "B": [[10, 10, 10, 10, 40, 40, 40, 40, 40]]}
+    score, low, high = scores(costs)["B"]
+    assert (score, low, high) == (0, 0, 1) and scores(costs)["A"] == (1, 1, 1)
+
+
+def test_the_page_has_scores_and_the_front_of_what_was_tried(tmp_path: Path) -> None:
+    made(tmp_path, {"c/A": BETTER, "c/B": BASE}, name="small 1", targets={"c": 0.5})
+    tried = [("A", "x=1", 0.9, 5.0), ("A", "", 0.8, 6.0), ("B", "", 0.7, 1.0), ("B", "y=2", 0.6, "")]
+    tuning.write(tmp_path / "rows", [[*of[:3], 0, 3, of[3]] for of in tried], ["A", "B"])
+    costs, found = page([tmp_path / "rows"])[0].split("were tried")
+    assert table(costs)["A"] == ["A", "1.00 [1.00, 1.00]"]  # no passes were logged
+    assert [*table(found).values()][2:] == [["A", "x=1", "0.9", "5"], ["B", "published", "0.7", "1"]]
