@@ -14,9 +14,6 @@ from .images import ImageFolder as ImageFolder
 from .images import Landmarks as Landmarks
 from .images import TorchvisionData as TorchvisionData
 from .images import corrupted_cifar as corrupted_cifar
-from .leaf import FEMNIST as FEMNIST
-from .leaf import LEAF as LEAF
-from .leaf import Shakespeare as Shakespeare
 from .minibatches import Minibatches as Minibatches
 from .minibatches import MinibatchTable as MinibatchTable
 from .module import FederatedDataModule as FederatedDataModule
@@ -31,9 +28,12 @@ from .partition import FromFile as FromFile
 from .partition import Given as Given
 from .partition import Natural as Natural
 from .partition import Partition as Partition
+from .published import FEMNIST as FEMNIST
+from .published import LEAF as LEAF
+from .published import AGNews as AGNews
+from .published import Shakespeare as Shakespeare
 from .samples import Batch as Batch
 from .segmentation import IDDA as IDDA
 from .segmentation import Cityscapes as Cityscapes
 from .streaming import Samples as Samples
 from .tasks import Regression as Regression
-from .text import AGNews as AGNews

@@ -2,7 +2,7 @@ from .callbacks.flatness_monitor import FlatnessMonitor as FlatnessMonitor
 from .callbacks.flatness_monitor import figures as figures
 from .callbacks.progress import Progress as Progress
 from .cohort import Cohort as Cohort
-from .loggers.csv import CSVLogger as CSVLogger
+from .loggers.base import CSVLogger as CSVLogger
 from .measurements.base import Measure as Measure
 from .measurements.base import Measurement as Measurement
 from .measurements.base import MeasurementContext as MeasurementContext

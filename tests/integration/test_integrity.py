@@ -26,7 +26,7 @@ from fl_lightning.core import files
 from fl_lightning.results.compare import compare
 from fl_lightning.results.configs import config_files
 from fl_lightning.trainer.callbacks.progress import Progress
-from fl_lightning.trainer.loggers.csv import CSVLogger
+from fl_lightning.trainer.loggers.base import CSVLogger
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage import checkpoint
 from fl_lightning.trainer.storage.client_store import ClientStore

@@ -1,5 +1,6 @@
 from ..run import Callback as Callback
 from .checkpoints import Checkpoints as Checkpoints
+from .checkpoints import Trajectory as Trajectory
 from .defaults import Curves as Curves
 from .defaults import EventLog as EventLog
 from .defaults import PrivacyMonitor as PrivacyMonitor
@@ -7,4 +8,3 @@ from .defaults import Results as Results
 from .defaults import with_defaults as with_defaults
 from .flatness_monitor import FlatnessMonitor as FlatnessMonitor
 from .progress import Progress as Progress
-from .trajectory import Trajectory as Trajectory
