@@ -92,6 +92,7 @@ from .options import Size as Size
 from .options import Threads as Threads
 from .options import UnitInterval as UnitInterval
 from .options import WeightDecay as WeightDecay
+from .options import check_values as check_values
 from .options import checked as checked
 from .options import fits as fits
 from .rng import generator as generator

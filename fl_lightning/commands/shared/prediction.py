@@ -26,14 +26,14 @@ from fl_lightning.trainer import (
     Fabric,
     FederatedTrainer,
     FlatnessMonitor,
+    Flight,
     Progress,
     Run,
+    cpu_threads,
     evaluate,
+    pause,
 )
-from fl_lightning.trainer.callbacks.checkpoints import pause
-from fl_lightning.trainer.flight import Flight
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.runtime.environment import cpu_threads
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0
 """Fewest and most rounds with clients that are measured, and the seconds after which no further one begins."""
