@@ -1,7 +1,7 @@
 from .callbacks.checkpoints import pause as pause
+from .callbacks.defaults import Progress as Progress
 from .callbacks.flatness_monitor import FlatnessMonitor as FlatnessMonitor
 from .callbacks.flatness_monitor import figures as figures
-from .callbacks.progress import Progress as Progress
 from .cohort import Cohort as Cohort
 from .flight import Flight as Flight
 from .loggers.base import CSVLogger as CSVLogger

@@ -25,7 +25,7 @@ from fl_lightning import Arrays, Callback, FromFile, UserError
 from fl_lightning.core import files
 from fl_lightning.results.compare import compare
 from fl_lightning.results.configs import config_files
-from fl_lightning.trainer.callbacks.progress import Progress
+from fl_lightning.trainer.callbacks.defaults import Progress
 from fl_lightning.trainer.loggers.base import CSVLogger
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage import checkpoint
