@@ -18,7 +18,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from fl_lightning.core import Checked, Figure, UserError, ensure, render, style, write_atomically, writing
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import class_counts, heat_map, histogram
-from fl_lightning.results.metrics import FILE, NUMBER, read_rows
+from fl_lightning.results.metrics import FILE, read_rows
 
 TAKEN_BACK = 100
 """Most rounds that an error takes back: those that run as one program."""
@@ -205,32 +205,21 @@ def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str],
         rounds: Number of rounds.
 
     Raises:
-        UserError: If it is missing, or a column or row is missing, doubled, no numbers, or not as it was written.
+        UserError: If it is missing, or its rows are not as they were written.
     """
     columns = state.get("columns", [])
     remedy = "put the run's own file back, or one that holds only the word round, to continue without its rows"
     try:
-        lines = read_rows(path)
+        head, *lines = read_rows(path) or [[]]
     except (OSError, ValueError, csv.Error) as error:
         what = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read ({what}); {remedy}") from None
-    if lines == [["round"]]:
-        return columns or ["round"], [{"round": str(k + 1)} for k in range(rounds)]
-    head, rows = lines[0] if lines else [], lines[1:]
-    if absent := [name for name in dict.fromkeys(["round", *columns]) if head.count(name) != 1]:
-        raise UserError(f"{path}: has not one column {absent[0]}; {remedy}")
-    at = head.index("round")
-    for k, row in enumerate(rows[:rounds]):
-        numbers = all(not cell or NUMBER.fullmatch(cell) for cell in row)
-        fit = numbers and len(row) == len(head) and row[at] == str(k + 1)
-        ensure(fit, f"{path}: line {k + 2} is not a row of numbers for round {k + 1}; {remedy}")
-    for row in rows[rounds:]:
-        if len(row) == len(head) and row[at].isdecimal() and int(row[at]) <= rounds:
-            raise UserError(f"{path}: has round {row[at]} twice; {remedy}")
-    ensure(len(rows) >= rounds, f"{path}: ends at round {len(rows)}, the checkpoint at {rounds}; {remedy}")
-    found = [dict(zip(head, row, strict=True)) for row in rows[:rounds]]
+    if head == ["round"] and not lines:
+        return columns or head, [{"round": str(k + 1)} for k in range(rounds)]
+    rows = [dict(zip(head, line, strict=False)) for line in lines[:rounds]]
+    whole = {*columns} <= {*head} and len({*head}) == len(head) and len(rows) == rounds
     ensure(
-        state.get("checksums", {}).get(rounds) == _checksum(found),
-        f"{path}: its rows are not those that the run has written; {remedy}",
+        whole and state.get("checksums", {}).get(rounds) == _checksum(rows),
+        f"{path}: its rows of {rounds} rounds are not those that the run has written; {remedy}",
     )
-    return head, found
+    return head, rows
