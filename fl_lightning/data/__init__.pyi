@@ -8,8 +8,6 @@ from .huggingface import HuggingFace as HuggingFace
 from .images import CIFAR10 as CIFAR10
 from .images import CIFAR100 as CIFAR100
 from .images import CINIC10 as CINIC10
-from .images import CORRUPTIONS as CORRUPTIONS
-from .images import SEVERITIES as SEVERITIES
 from .images import ImageFolder as ImageFolder
 from .images import Landmarks as Landmarks
 from .images import TorchvisionData as TorchvisionData

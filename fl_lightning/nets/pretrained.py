@@ -86,8 +86,7 @@ class HuggingFaceNet(Checked, nn.Module, key="model.net"):
             given = {"input_ids": x} | ({} if padding is None else {"attention_mask": (x != padding).long()})
         else:
             given = {"pixel_values": x}
-        logits: Tensor = self.net(**given).logits
-        return logits
+        return self.net(**given).logits
 
 
 @contextmanager
