@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.alignment import Aligned
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.muon import Muon
+from fl_lightning.algorithms.parts.adaptive import Muon
 from fl_lightning.core import ClientContext, RoundContext, State, UnitInterval, Upload, Uploads, Weighting, ensure
 
 

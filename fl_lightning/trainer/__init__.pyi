@@ -24,7 +24,7 @@ from .round import Round as Round
 from .run import Callback as Callback
 from .run import Run as Run
 from .runtime.collectives import on_rank_zero as on_rank_zero
-from .runtime.console import Fabric as Fabric
+from .runtime.environment import Fabric as Fabric
 from .runtime.environment import cpu_threads as cpu_threads
 from .runtime.signals import check_interruption as check_interruption
 from .settings import Kind as Kind
