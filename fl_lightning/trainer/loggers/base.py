@@ -62,7 +62,8 @@ class About:
 class RunLogger(Checked, Logger, key="trainer.loggers: {}"):
     """A logger that starts with the run, in its folder, and continues when the run is resumed."""
 
-    dir: Path | None = None
+    dir = Path()
+    """The run's folder, once the logger has started."""
     publishes = True
     """Whether others than the run folder's owner may see what is logged: of private runs, it gets what is protected."""
 
@@ -111,7 +112,7 @@ class RunLogger(Checked, Logger, key="trainer.loggers: {}"):
     @property
     def version(self) -> str | None:
         """The run folder's name."""
-        return self.dir.name if self.dir else None
+        return self.dir.name or None
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]

@@ -285,7 +285,6 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
 
     def _log_artifacts(self) -> None:
         """Logs config and checkpoints, laid out as in the run folder."""
-        assert self.dir is not None
         config = list(config_files(self.dir).values())
         self._log_artifact("config", "last", config)
         wanted = not self._about.private if self.log_model is None else self.log_model
@@ -298,7 +297,6 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         """Logs files of the run folder that exist, under second names, as later files take their place."""
         import wandb
 
-        assert self.dir is not None
         made = wandb.Artifact(f"{kind}-{self.run.id}", kind)
         for file in filter(Path.exists, files):
             name = file.relative_to(self.dir)
