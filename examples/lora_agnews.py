@@ -18,8 +18,8 @@ from datasets import Dataset
 from transformers import BertConfig
 
 from fl_lightning import HuggingFaceNet
-from fl_lightning.data.text import basic_english, numbered, vocabulary
-from fl_lightning.nets.adapters import load_pretrained
+from fl_lightning.data.published import basic_english, numbered, vocabulary
+from fl_lightning.nets.pretrained import load_pretrained
 
 PLACE = Path("data/agnews_lora")
 WORDS, LENGTH, TEST = 8_000, 40, 800

@@ -47,6 +47,7 @@ from .algorithms import STildeAM as STildeAM
 from .algorithms.base import LocalObjective as LocalObjective
 from .algorithms.parts.adaptive import AdamW as AdamW
 from .algorithms.parts.adaptive import Lion as Lion
+from .algorithms.parts.adaptive import Muon as Muon
 from .algorithms.parts.ascent import ASAM as ASAM
 from .algorithms.parts.ascent import LESAM as LESAM
 from .algorithms.parts.ascent import SAM as SAM
@@ -64,7 +65,6 @@ from .algorithms.parts.local_optimizer import Cyclic as Cyclic
 from .algorithms.parts.local_optimizer import LocalOptimizer as LocalOptimizer
 from .algorithms.parts.local_optimizer import Poly as Poly
 from .algorithms.parts.man import MAN as MAN
-from .algorithms.parts.muon import Muon as Muon
 from .algorithms.parts.personal import Ditto as Ditto
 from .algorithms.parts.personal import Personal as Personal
 from .algorithms.parts.server_optimizers import ServerAdagrad as ServerAdagrad
@@ -158,11 +158,11 @@ from .trainer.measurements import Sharpness as Sharpness
 from .trainer.measurements import SpectralDensity as SpectralDensity
 from .trainer.measurements import Spectrum as Spectrum
 from .trainer.measurements import Updates as Updates
-from .trainer.participation.asynchronous import Asynchronous as Asynchronous
-from .trainer.participation.asynchronous import FedAsync as FedAsync
-from .trainer.participation.asynchronous import FedBuff as FedBuff
-from .trainer.participation.asynchronous import SemiSynchronous as SemiSynchronous
+from .trainer.participation.clock import Asynchronous as Asynchronous
 from .trainer.participation.clock import Clock as Clock
+from .trainer.participation.clock import FedAsync as FedAsync
+from .trainer.participation.clock import FedBuff as FedBuff
+from .trainer.participation.clock import SemiSynchronous as SemiSynchronous
 from .trainer.participation.faults import Corrupt as Corrupt
 from .trainer.participation.faults import Faults as Faults
 from .trainer.participation.faults import Stragglers as Stragglers

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.alignment import Aligned
+from fl_lightning.algorithms.fedmuon import Aligned
 from fl_lightning.algorithms.parts import AdamW, Muon
 from fl_lightning.core import ClientContext, RoundContext, State, UnitInterval, Upload, Uploads, ensure
 

@@ -16,7 +16,7 @@ EPS = 1e-8
 class FedDecorr(LocalObjective):
     """FedAvg with the squared correlations of the features, over each minibatch, in the local objective.
 
-    Features are the input of the last linear layer: see `fl_lightning.algorithms.features.with_features`. The diagonal
+    Features are the input of the last linear layer: see `fl_lightning.algorithms.module.with_features`. The diagonal
     is left out: it is constant, except for a feature that is almost dead.
 
     Args:

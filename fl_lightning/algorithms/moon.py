@@ -12,7 +12,7 @@ from fl_lightning.core import ClientContext, NonNegative, Positive, State, Uploa
 class MOON(LocalObjective):
     """Features are pulled towards the received model's, and away from those of the client's last local model.
 
-    Features are the input of the last linear layer: see `fl_lightning.algorithms.features.with_features`.
+    Features are the input of the last linear layer: see `fl_lightning.algorithms.module.with_features`.
 
     Args:
         net: The network.

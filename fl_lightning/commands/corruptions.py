@@ -7,7 +7,7 @@ import torch
 from fl_lightning import FederatedTrainer, LocalObjective
 from fl_lightning.commands.shared.landscapes import number_of, save_figures
 from fl_lightning.core import grouped, make_folder
-from fl_lightning.data import CORRUPTIONS, SEVERITIES, Batch, FederatedDataModule, corrupted_cifar
+from fl_lightning.data import Batch, FederatedDataModule, corrupted_cifar
 from fl_lightning.results import CLEAN, Accuracy, average, plot_corruptions, say, write_table
 
 SUMMARY = "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity."
@@ -17,8 +17,6 @@ def evaluate_corruptions(
     accuracy: Callable[[Iterable[Batch]], float],
     data: FederatedDataModule,
     folder: str,
-    corruptions: Sequence[str] = CORRUPTIONS,
-    severities: Sequence[int] = SEVERITIES,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Accuracy]:
     """Yields the accuracy on the clean test set, then under each corruption and severity.
@@ -27,15 +25,13 @@ def evaluate_corruptions(
         accuracy: Accuracy on batches of images as the net gets them, ``(B, C, H, W)``, and labels.
         data: CIFAR, set up: images are prepared as its test set, whose labels the files must have.
         folder: Folder of the files.
-        corruptions: Names of the corruptions.
-        severities: Severities, from 1 to 5.
         dtype: Floating dtype of the images.
 
     Raises:
         UserError: As `corrupted_cifar`.
     """
     y = data.y_test.cpu().numpy()
-    files = corrupted_cifar(folder, y, corruptions, severities)
+    files = corrupted_cifar(folder, y)
     yield Accuracy(CLEAN, 0, accuracy(data.eval_batches("test", dtype)))
     for corruption, severity, images in files:
         yield Accuracy(corruption, severity, accuracy(data.batches_of(corruption, images, y, dtype)))

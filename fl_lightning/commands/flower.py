@@ -5,7 +5,7 @@ import shlex
 from functools import cache, partial
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -14,10 +14,6 @@ from fl_lightning.core import LEFT_OUT, ensure
 from fl_lightning.flower import server
 from fl_lightning.results import flatten, say, write_new
 from fl_lightning.trainer import Run
-
-if TYPE_CHECKING:
-    from flwr.clientapp import ClientApp
-    from flwr.serverapp import ServerApp
 
 SUMMARY = "Write a Flower app: the run on a server, its clients on other machines."
 TEMPLATE = Path(__file__).parent / "flower_app"
@@ -51,7 +47,7 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     say(f"start with: flwr run {shlex.quote(folder)}")
 
 
-def client_app(config: str | Path) -> "ClientApp":
+def client_app(config: str | Path) -> Any:
     """Returns Flower's ClientApp of a config; needs flwr.
 
     Args:
@@ -62,7 +58,7 @@ def client_app(config: str | Path) -> "ClientApp":
     return app.client_app(partial(_node_run, str(config)))
 
 
-def server_app(config: str | Path) -> "ServerApp":
+def server_app(config: str | Path) -> Any:
     """Returns Flower's ServerApp of a config; needs flwr.
 
     Args:
@@ -80,5 +76,4 @@ def _build(config: str | Path, *settings: str) -> Any:
 @cache
 def _node_run(config: str) -> Run:
     made = _build(config, *ON_NODE)
-    loaded: Run = made.trainer.load(made.model, made.data, None)
-    return loaded
+    return made.trainer.load(made.model, made.data, None)  # type: ignore[no-any-return]

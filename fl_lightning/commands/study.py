@@ -15,8 +15,7 @@ from fl_lightning.core import (
     render,
     write_atomically,
 )
-from fl_lightning.results import find_runs, say, short_path
-from fl_lightning.results.rows import ROWS, Store, extract, located, store_of
+from fl_lightning.results import ROWS, Store, extract, find_runs, located, say, short_path, store_of
 
 SUMMARY = "Keep finished runs as rows of a study; train rows again and compare their bits; write its pages."
 

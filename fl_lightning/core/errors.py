@@ -1,7 +1,12 @@
-"""Exceptions with a message for the user."""
+"""Exceptions with a message for the user; names that are meant by wrong ones, and methods with other arguments."""
 
+import difflib
+from collections.abc import Iterable
 from importlib import import_module
-from typing import Any
+from inspect import Parameter, Signature, signature
+from types import FunctionType
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 
 class UserError(ValueError):
@@ -69,3 +74,117 @@ def require(ok: bool, key: str, value: object, remedy: str) -> None:
         UserError: If it is not.
     """
     ensure(ok, f"{key} = {value}: {remedy}")
+
+
+Value = TypeVar("Value")
+SYNONYMS = {
+    "lr": "model.optimizer.lr",
+    "learning_rate": "model.optimizer.lr",
+    "seed_everything": "seed",
+    "max_epochs": "trainer.max_rounds",
+    "num_rounds": "trainer.max_rounds",
+    "rounds": "trainer.max_rounds",
+    "epochs": "trainer.max_rounds or trainer.local_epochs",
+    "clients": "data.num_clients",
+    "gpus": "trainer.devices",
+    "logger": "trainer.loggers",
+    "wandb": "trainer.loggers",
+    "output_dir": "trainer.default_root_dir",
+}
+"""Settings by their names in other programs; of a name that has two meanings both."""
+OF_LIGHTNING = {
+    "EarlyStopping": "lightning.pytorch.callbacks.EarlyStopping",
+    "ModelCheckpoint": "Checkpoints (monitor, mode, save_top_k)",
+    "Timer": "trainer.max_time",
+    "ModelSummary": "Progress",
+    "LearningRateMonitor": "the metric client/lr, which every run logs",
+    "StochasticWeightAveraging": "model.averaging: SWA",
+    "WeightAveraging": "model.averaging: EMA",
+    "EMAWeightAveraging": "model.averaging: EMA",
+    "GradientAccumulationScheduler": "data.batch_size",
+    **dict.fromkeys(("ProgressBar", "TQDMProgressBar", "RichProgressBar"), "Progress"),
+}
+"""What takes the place of a callback of Lightning, by the name of that callback."""
+
+
+class UnknownKeyError(KeyError):
+    """A name that a mapping lacks, with those that it has: all are searched when the message is read."""
+
+    def __str__(self) -> str:
+        name, known = self.args
+        near = [each for each in known if str(name) in each] or similar(str(name), known)
+        remedy = f"did you mean {' or '.join(near[:3])}?" if near else f"choose from {', '.join(known)}"
+        return f"{name!r}: no such name; {remedy}"
+
+
+class Named(dict[str, Value]):
+    """A dict whose error for a name that it lacks says which it has."""
+
+    def __missing__(self, name: str) -> Value:
+        raise UnknownKeyError(name, [*self])
+
+
+def callback_of_lightning(name: str) -> str:
+    """Returns the message for a callback of Lightning that a federated run does not call.
+
+    Args:
+        name: The name of its class.
+    """
+    remedy = f"use {OF_LIGHTNING[name]}" if name in OF_LIGHTNING else "write a subclass of fl_lightning.Callback"
+    return f"trainer.callbacks = {name}: a callback of lightning.Trainer; {remedy}"
+
+
+def similar(name: str, known: Iterable[str], cutoff: float = 0.55) -> list[str]:
+    """Returns up to three names like another one, the likest first; the case of letters does not count."""
+    cased = {each.casefold(): each for each in known}
+    within = [each for each in cased if len(name) > 4 and name.casefold() in each]  # median: CoordinateMedian
+    near = dict.fromkeys([*within, *difflib.get_close_matches(name.casefold(), cased, cutoff=cutoff)])
+    return [cased[each] for each in near][:3]
+
+
+PACKAGE = __name__.partition(".")[0]
+CHECKED = WeakSet[type]()
+"""Classes in which nothing was found."""
+
+
+def check_overrides(kind: type) -> None:
+    """Checks that what a class overrides takes the arguments with which this package calls it.
+
+    Raises:
+        UserError: If a method takes others; it shows the right signature.
+    """
+    for place, owner in enumerate(kind.__mro__ if kind not in CHECKED else ()):
+        for name, method in vars(owner).items() if owner.__module__.partition(".")[0] != PACKAGE else ():
+            bases = (c for c in kind.__mro__[place + 1 :] if c.__module__.partition(".")[0] == PACKAGE)
+            base = next((c for c in bases if name in vars(c)), None)
+            ours = None if base is None or (name[0] == "_" and name != "__call__") else vars(base)[name]
+            if isinstance(ours, FunctionType) and isinstance(method, FunctionType):
+                wanted, given = signature(ours), signature(method)
+                if not _takes(given, wanted):
+                    whose = f"{base and base.__name__}.{name}"
+                    shown = f"{owner.__name__}.{name}{_text(given)}"
+                    raise UserError(f"{shown}: {whose} has other arguments; write def {name}{_text(wanted)}")
+    CHECKED.add(kind)
+
+
+def _takes(given: Signature, wanted: Signature) -> bool:
+    """Returns whether a function can be called as another one; one with ``*args`` says too little."""
+    parameters = wanted.parameters.values()
+    if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
+        return True
+    named = [p for p in parameters if p.kind is not Parameter.VAR_KEYWORD]
+    for by_name in (
+        [p.name for p in named if p.kind is Parameter.KEYWORD_ONLY],
+        [p.name for p in named if p.kind is Parameter.KEYWORD_ONLY or p.default is not Parameter.empty],
+    ):
+        try:
+            given.bind(*(p for p in named if p.name not in by_name), **dict.fromkeys(by_name))
+            return True
+        except TypeError:
+            pass
+    return False
+
+
+def _text(of: Signature) -> str:
+    bare = [p.replace(annotation=Parameter.empty) for p in of.parameters.values()]
+    return str(Signature(bare))

@@ -12,7 +12,7 @@ class UnknownNameError(AttributeError):
     """Names that are alike are searched when they are read: parsers ask packages for hundreds of names."""
 
     def __str__(self) -> str:
-        from fl_lightning.core.names import similar  # not before it is needed: the package may be core's parent
+        from fl_lightning.core.errors import similar  # not before it is needed: the package may be core's parent
 
         package, name, known = self.args
         hint = f"; did you mean {' or '.join(near)}?" if (near := similar(name, known, cutoff=0.8)) else ""

@@ -24,8 +24,7 @@ from typing import (
 
 import numpy as np
 
-from fl_lightning.core.errors import UserError, ensure, folded, require
-from fl_lightning.core.names import SYNONYMS, check_overrides, similar
+from fl_lightning.core.errors import SYNONYMS, UserError, check_overrides, ensure, folded, require, similar
 from fl_lightning.core.secrets import hidden
 
 CheckedMethod = TypeVar("CheckedMethod", bound=Callable[..., Any])

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from fl_lightning.core import Fraction, Size, UserError, ensure, folded, imported, numpy_generator, require
 from fl_lightning.data.module import CLIENTS, FederatedDataModule
 from fl_lightning.data.partition import Natural, stratified
+from fl_lightning.data.published import basic_english, numbered, vocabulary
 from fl_lightning.data.streaming import IndexedSamples
-from fl_lightning.data.text import basic_english, numbered, vocabulary
 
 KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 """Files of one split, and the name of their format in ``datasets``."""

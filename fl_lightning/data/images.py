@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import PositiveInt, Size, UserError, ensure, folded, require
+from fl_lightning.core import PositiveInt, Size, UserError, ensure, folded
 from fl_lightning.data.files import corrupt_file, find_files, hidden, read_image, read_rows, visible
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural, Partition
@@ -339,12 +339,7 @@ CORRUPTIONS = (
 SEVERITIES = (1, 2, 3, 4, 5)
 
 
-def corrupted_cifar(
-    folder: str,
-    y: NDArray[np.int64],
-    corruptions: Sequence[str] = CORRUPTIONS,
-    severities: Sequence[int] = SEVERITIES,
-) -> Iterator[tuple[str, int, NDArray[np.uint8]]]:
+def corrupted_cifar(folder: str, y: NDArray[np.int64]) -> Iterator[tuple[str, int, NDArray[np.uint8]]]:
     """Returns corruption, severity and images ``(n, 32, 32, 3)`` of CIFAR-10-C or CIFAR-100-C, one after another.
 
     ``<corruption>.npy`` (Hendrycks and Dietterich, ICLR 2019) contains the test images five times,
@@ -353,32 +348,25 @@ def corrupted_cifar(
     Args:
         folder: Folder of the files.
         y: Labels of the test images, ``(n,)``.
-        corruptions: Names of the corruptions.
-        severities: Severities from 1 to 5.
 
     Raises:
-        UserError: If a name or severity is unknown, a file is missing or corrupt, or the labels are not ``y``, five
-            times.
+        UserError: If a file is missing or corrupt, or the labels are not ``y``, five times.
     """
-    for name in corruptions:
-        require(name in CORRUPTIONS, "corruptions", name, f"choose from {', '.join(CORRUPTIONS)}")
-    for severity in severities:
-        require(severity in SEVERITIES, "severities", severity, "choose from 1, 2, 3, 4, 5")
-    *files, last = find_files("folder", folder, [f"{name}.npy" for name in (*corruptions, "labels")], HOME)
+    *files, last = find_files("folder", folder, [f"{name}.npy" for name in (*CORRUPTIONS, "labels")], HOME)
     labels, n = _array(last), len(y)
     ensure(
         np.array_equal(labels, np.tile(y, len(SEVERITIES))),
         f"folder = '{folder}': its {len(labels)} labels are not the {n} of data's test set, five times; "
         "CIFAR-10-C goes with CIFAR10, CIFAR-100-C with CIFAR100",
     )
-    images = {name: _array(path) for name, path in zip(corruptions, files, strict=True)}
+    images = {name: _array(path) for name, path in zip(CORRUPTIONS, files, strict=True)}
     for path, array in zip(files, images.values(), strict=True):
         problem = f"{array.dtype} {array.shape} instead of uint8 {(len(labels), 32, 32, 3)}"
         ensure(
             array.shape == (len(labels), 32, 32, 3) and array.dtype == np.uint8,
             corrupt_file("folder", path, problem, HOME),
         )
-    return ((name, s, np.array(array[n * (s - 1) : n * s])) for name, array in images.items() for s in severities)
+    return ((name, s, np.array(array[n * (s - 1) : n * s])) for name, array in images.items() for s in SEVERITIES)
 
 
 def _array(path: Path) -> NDArray[np.uint8]:

@@ -26,9 +26,8 @@ from fl_lightning.core import (
     require,
 )
 from fl_lightning.data.augment import Augment
-from fl_lightning.data.clients import ClientIndices, divide
 from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches, MinibatchTable
-from fl_lightning.data.partition import IID, Natural, Partition, stratified
+from fl_lightning.data.partition import IID, ClientIndices, Natural, Partition, divide, stratified
 from fl_lightning.data.samples import Batch, SampleStore, like
 from fl_lightning.data.streaming import Published, Stream, stored_bytes
 from fl_lightning.data.tasks import TaskName

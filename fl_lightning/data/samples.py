@@ -26,7 +26,7 @@ from fl_lightning.core import (
     to_device,
 )
 from fl_lightning.data.augment import Augment
-from fl_lightning.data.clients import ClientIndices
+from fl_lightning.data.partition import ClientIndices
 from fl_lightning.data.streaming import Prefetcher, Records, Samples, Stream
 from fl_lightning.data.tasks import TASKS, TaskName
 from fl_lightning.data.validation import check_alike, check_pairs, count_leaks, inputs

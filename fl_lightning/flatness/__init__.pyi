@@ -1,5 +1,3 @@
-from .critical import Crossing as Crossing
-from .critical import critical_rate as critical_rate
 from .eigenvalues import Eigenpair as Eigenpair
 from .eigenvalues import Interrupted as Interrupted
 from .eigenvalues import Spectrum as Spectrum
@@ -22,7 +20,9 @@ from .landscape import perturbation_curves as perturbation_curves
 from .landscape import random_direction as random_direction
 from .landscape import random_plane as random_plane
 from .landscape import surface as surface
+from .neighbourhood import Crossing as Crossing
 from .neighbourhood import cosine as cosine
+from .neighbourhood import critical_rate as critical_rate
 from .neighbourhood import delta_epsilon as delta_epsilon
 from .neighbourhood import flatness_discrepancy as flatness_discrepancy
 from .neighbourhood import lpf as lpf

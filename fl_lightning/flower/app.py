@@ -16,8 +16,7 @@ from torch import Tensor
 
 from fl_lightning.core import UserError, folded, require
 from fl_lightning.flower import server
-from fl_lightning.flower.messages import Message, NodeLost
-from fl_lightning.flower.node import Folder, Node
+from fl_lightning.flower.node import Folder, Message, Node, NodeLost
 from fl_lightning.trainer import Run, check_interruption
 
 FAILED = 2

@@ -18,7 +18,7 @@ from fl_lightning.algorithms.parts.flexlora import FlexLoRA
 from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, grouped, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
-from fl_lightning.flower.messages import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
+from fl_lightning.flower.node import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
 from fl_lightning.trainer import LINES, Callback, ClientStore, FederatedTrainer, Run, listed
 
 KEPT = "state on its node"

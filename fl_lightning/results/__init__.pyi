@@ -51,6 +51,11 @@ from .report import partitions as partitions
 from .report import read_group as read_group
 from .report import report_page as report_page
 from .report import spectra as spectra
+from .rows import ROWS as ROWS
+from .rows import Store as Store
+from .rows import extract as extract
+from .rows import located as located
+from .rows import store_of as store_of
 from .summary import SUFFIX as SUFFIX
 from .summary import SUMMARY as SUMMARY
 from .summary import flatness_verdict as flatness_verdict

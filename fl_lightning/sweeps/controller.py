@@ -35,8 +35,7 @@ from fl_lightning.sweeps.trials import (
     outcome,
     run_trials,
 )
-from fl_lightning.trainer import Callback, InUse, Run, check_interruption, in_use, locked
-from fl_lightning.trainer.storage.provenance import PARTITION
+from fl_lightning.trainer import PARTITION, Callback, InUse, Run, check_interruption, in_use, locked
 
 BATCH = 4
 """Fewest settings that bayes proposes at a time."""

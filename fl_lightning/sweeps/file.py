@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 
-from fl_lightning.core import Checked, Interval, PositiveInt, UserError, ensure, folded, require
-from fl_lightning.core.options import check_values
-from fl_lightning.results import SUFFIX, headline, load_yaml
-from fl_lightning.results.metrics import best_of, read_run
+from fl_lightning.core import Checked, Interval, PositiveInt, UserError, check_values, ensure, folded, require
+from fl_lightning.results import SUFFIX, best_of, headline, load_yaml, read_run
 from fl_lightning.sweeps.parameters import LARGEST, Bayes, Parameter, Search, draws, flatten, grid
 
 Entry = TypeVar("Entry", bound=Checked)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.core import Positive, ensure, imported, numpy_generator, require
-from fl_lightning.core.options import check_values
+from fl_lightning.core import Positive, check_values, ensure, imported, numpy_generator, require
 
 
 def _beta(u: float, a: float, b: float) -> float:

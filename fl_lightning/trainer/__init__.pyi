@@ -1,8 +1,10 @@
+from .callbacks.checkpoints import pause as pause
+from .callbacks.defaults import Progress as Progress
 from .callbacks.flatness_monitor import FlatnessMonitor as FlatnessMonitor
 from .callbacks.flatness_monitor import figures as figures
-from .callbacks.progress import Progress as Progress
 from .cohort import Cohort as Cohort
-from .loggers.csv import CSVLogger as CSVLogger
+from .flight import Flight as Flight
+from .loggers.base import CSVLogger as CSVLogger
 from .measurements.base import Measure as Measure
 from .measurements.base import Measurement as Measurement
 from .measurements.base import MeasurementContext as MeasurementContext
@@ -22,10 +24,13 @@ from .round import Round as Round
 from .run import Callback as Callback
 from .run import Run as Run
 from .runtime.collectives import on_rank_zero as on_rank_zero
-from .runtime.console import Fabric as Fabric
+from .runtime.environment import Fabric as Fabric
+from .runtime.environment import cpu_threads as cpu_threads
 from .runtime.signals import check_interruption as check_interruption
 from .settings import Kind as Kind
+from .state import by_key as by_key
 from .storage.client_store import ClientStore as ClientStore
+from .storage.provenance import PARTITION as PARTITION
 from .storage.run_folder import InUse as InUse
 from .storage.run_folder import RunFolder as RunFolder
 from .storage.run_folder import check_unused as check_unused

@@ -5,7 +5,7 @@ from functools import partial
 
 from fl_lightning import engine
 from fl_lightning.engine import EngineName, Job
-from fl_lightning.trainer.callbacks.progress import Progress
+from fl_lightning.trainer.callbacks.defaults import Progress
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fl_lightning.core import NonNegativeInt, State, ensure, fits
-from fl_lightning.trainer.participation.asynchronous import Asynchronous
+from fl_lightning.trainer.participation.clock import Asynchronous
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.timing import Timing
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import MADE, UserError, ensure
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer.callbacks.progress import Progress
+from fl_lightning.trainer.callbacks.defaults import Progress
 from fl_lightning.trainer.checks import check_fit
 from fl_lightning.trainer.engine_choice import seconds_left
 from fl_lightning.trainer.loop import train

@@ -36,8 +36,7 @@ from fl_lightning import (
     UniformSampler,
     UserError,
 )
-from fl_lightning.algorithms.parts.compress import Compress
-from fl_lightning.algorithms.parts.compressors import QSGD, Compressor, RandK, Sign, TopK, pack, unpack
+from fl_lightning.algorithms.parts.compress import QSGD, Compress, Compressor, RandK, Sign, TopK, pack, unpack
 from fl_lightning.core import ClientContext, Draws, State, generator
 from tests.algorithms.test_parts import ENGINES, Personal, Rounded, same
 from tests.integration.test_processes import launch

@@ -194,7 +194,7 @@ def test_time_at_the_start_of_rounds_counts(tmp_path: Path) -> None:
     made = plan(
         trainer(tmp_path, callbacks=[Sleeps(0.02, 4), Sleeps(0.0, 2)], max_rounds=8), FedAvg(DigitsMLP(4)), digits()
     )
-    (times, each), (others, other) = made.parts["Sleeps"], made.parts["Sleeps 2"]
+    (times, each), (others, other) = made.parts["Sleeps"], made.parts["Sleeps.1"]
     assert (times, others) == (2, 4) and other < 0.02 <= each
 
 

@@ -32,7 +32,7 @@ from fl_lightning import (
 )
 from fl_lightning.core.errors import UserError
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.data.text import basic_english, vocabulary
+from fl_lightning.data.published import basic_english, vocabulary
 from fl_lightning.trainer.run import Run
 from tests import generated
 from tests.generated import news, pictures

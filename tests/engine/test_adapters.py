@@ -28,7 +28,7 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
-from fl_lightning.algorithms.features import with_features
+from fl_lightning.algorithms.module import with_features
 from fl_lightning.core.forward import batch_statistics, eval_mode
 from fl_lightning.core.weights import constants, digest, moving_buffers
 from fl_lightning.trainer.run import Run

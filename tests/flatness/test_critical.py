@@ -25,7 +25,7 @@ from fl_lightning import (
     UserError,
 )
 from fl_lightning.flatness import critical_rate, gradient, mean_loss
-from fl_lightning.flatness.critical import search
+from fl_lightning.flatness.neighbourhood import search
 from fl_lightning.results.metrics import read_metrics
 from tests.problem import GOLDEN, Golden
 

@@ -14,8 +14,7 @@ from fl_lightning import FedAvg
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core import State, UserError
 from fl_lightning.flower import server
-from fl_lightning.flower.messages import Message, version_in
-from fl_lightning.flower.node import Folder, Kept, Node
+from fl_lightning.flower.node import Folder, Kept, Message, Node, version_in
 from fl_lightning.trainer.run import Run
 from tests.runs import DIGITS
 

@@ -34,7 +34,7 @@ from fl_lightning import (
     ReplaySampler,
     UserError,
 )
-from fl_lightning.algorithms.parts.muon import orthogonalized
+from fl_lightning.algorithms.parts.adaptive import orthogonalized
 from fl_lightning.core import ClientContext, FlatSpec, State, norm
 from tests.integration.test_identities import WD, close, path
 from tests.problem import GOLDEN, Golden

@@ -35,7 +35,7 @@ from fl_lightning import (
 )
 from fl_lightning.commands.main import main
 from fl_lightning.results.metrics import read_metrics
-from fl_lightning.trainer.runtime.console import LOGGERS
+from fl_lightning.trainer.runtime.environment import LOGGERS
 from tests.problem import Golden
 from tests.runs import run
 

@@ -34,8 +34,8 @@ from fl_lightning import (
     algorithms,
 )
 from fl_lightning.algorithms.lightning_optimizer import CentralizedOptimizer
+from fl_lightning.algorithms.parts.adaptive import orthogonalized
 from fl_lightning.algorithms.parts.local_optimizer import Cosine
-from fl_lightning.algorithms.parts.muon import orthogonalized
 from fl_lightning.core import ClientContext, FlatSpec, State, Uploads, generator
 from fl_lightning.trainer.run import Run
 from tests.engine.test_engines import Small, assert_close, train

@@ -24,7 +24,7 @@ import fl_lightning as fl
 from fl_lightning import AdaptivePrivacy, FedAvg, FederatedTrainer, UserError, algorithms
 from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer
-from fl_lightning.flower.messages import CONTEXT
+from fl_lightning.flower.node import CONTEXT
 from fl_lightning.results.metrics import is_protected, read_metrics
 from fl_lightning.trainer.aggregation.base import Plan
 from tests.runs import cli, run

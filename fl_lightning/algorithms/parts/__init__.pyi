@@ -1,5 +1,6 @@
 from .adaptive import AdamW as AdamW
 from .adaptive import Lion as Lion
+from .adaptive import Muon as Muon
 from .ascent import SAM as SAM
 from .ascent import Ascent as Ascent
 from .ascent import warm_up as warm_up
@@ -26,7 +27,6 @@ from .local_optimizer import SGD as SGD
 from .local_optimizer import LocalOptimizer as LocalOptimizer
 from .local_optimizer import Take as Take
 from .man import MAN as MAN
-from .muon import Muon as Muon
 from .personal import Ditto as Ditto
 from .personal import Personal as Personal
 from .server_optimizers import ServerMomentum as ServerMomentum

@@ -1,4 +1,4 @@
-"""Local optimizers that scale each coordinate: AdamW and Lion."""
+"""Local optimizers with a state: AdamW, Lion and Muon."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.local_optimizer import Keep, LocalOptimizer, Schedule
-from fl_lightning.core import ClientContext, Fraction, Positive, State, WeightDecay
+from fl_lightning.core import ClientContext, Fraction, Positive, PositiveInt, State, WeightDecay
 
 
 class AdamW(LocalOptimizer):
@@ -111,3 +111,91 @@ class Lion(LocalOptimizer):
         g, m = self.clipped(direction), memory.momentum
         u = torch.sign(self.beta1 * m + (1 - self.beta1) * g)
         return w - lr * (u + self.weight_decay * w), State({"momentum": self.beta2 * m + (1 - self.beta2) * g})
+
+
+class Muon(AdamW):
+    """Muon (Jordan et al., 2024): the momentum of each matrix is orthogonalized; AdamW updates the other parameters.
+
+    A parameter of more than two axes is the matrix (first axis, all others). As in the authors' code, a step is scaled
+    by ``sqrt(max(1, a / b))`` with the lengths a, b of the parameter's last two axes; a step of a square or wide matrix
+    has singular values of about 1. Weight decay is decoupled.
+
+    Args:
+        lr: Learning rate of round 0, of the matrices.
+        momentum: Decay of the matrices' momentum, which is a running mean of the gradients.
+        nesterov: Whether the step looks ahead along the momentum.
+        ns_steps: Number of Newton-Schulz iterations.
+        ns_bfloat16: Whether they are done in bfloat16, as in the authors' code, or in the precision of the weights.
+        weight_decay: A step multiplies the weights by one minus their learning rate times ``weight_decay``.
+        lr_others: Learning rate of the other parameters as a multiple of ``lr``.
+        beta1: Decay of the first moment of the other parameters.
+        beta2: Decay of their second moment.
+        eps: Added to the root of their second moment.
+        clip: As for `SGD`.
+        lr_decay: As for `SGD`.
+        schedule: As for `SGD`.
+        state: As for `AdamW`.
+
+    Raises:
+        UserError: If a value is out of range.
+    """
+
+    def __init__(
+        self,
+        lr: Positive = 0.02,
+        momentum: Fraction = 0.95,
+        nesterov: bool = True,
+        ns_steps: PositiveInt = 5,
+        ns_bfloat16: bool = False,
+        weight_decay: WeightDecay = 0.01,
+        lr_others: Positive = 0.05,
+        beta1: Fraction = 0.9,
+        beta2: Fraction = 0.95,
+        eps: Positive = 1e-10,
+        clip: Positive | None = None,
+        lr_decay: Positive = 1.0,
+        schedule: Schedule | None = None,
+        state: Keep = "reset",
+    ) -> None:
+        super().__init__(lr, beta1, beta2, eps, weight_decay, clip, lr_decay, schedule, state)
+        self.momentum, self.nesterov, self.lr_others = momentum, nesterov, lr_others
+        self.ns_steps, self.ns_bfloat16 = ns_steps, ns_bfloat16
+
+    def step(
+        self, w: Tensor, direction: Direction, memory: State, lr: float | Tensor, ctx: ClientContext
+    ) -> tuple[Tensor, State]:
+        """Takes one step; see `LocalOptimizer.step`."""
+        flat, after = ctx.flat, list[tuple[Tensor, Tensor, Tensor]]()
+        vectors = (w, self.clipped(direction), memory.first, memory.second)
+        for shape, *part in zip(flat.shapes, *(torch.split(v, flat.numels, -1) for v in vectors), strict=True):
+            weights, g, first, second = part
+            if len(shape) > 1:
+                first = self.momentum * first + (1 - self.momentum) * g
+                u = (1 - self.momentum) * g + self.momentum * first if self.nesterov else first
+                u = u.bfloat16() if self.ns_bfloat16 else u
+                u = orthogonalized(u.unflatten(-1, (shape[0], -1)), self.ns_steps).flatten(-2).to(g.dtype)
+                rate, u = 1.0, u * max(1.0, shape[-2] / shape[-1]) ** 0.5
+            else:
+                own = self.moments(g, State({"first": first, "second": second, "count": memory.count}))
+                rate, u, first, second = self.lr_others, self.scaled(own), own.first, own.second
+            after.append((rate * (u + self.weight_decay * weights), first, second))
+        step, first, second = (torch.cat(parts, -1) for parts in zip(*after, strict=True))
+        return w - lr * step, State({"first": first, "second": second, "count": memory.count + 1})
+
+
+def orthogonalized(u: Tensor, steps: int) -> Tensor:
+    """Returns about ``U V^T`` of the singular value decomposition ``U S V^T``, by quintic Newton-Schulz iterations.
+
+    With five steps the singular values of the result lie between about 0.65 and 1.25.
+
+    Args:
+        u: Matrices ``(..., rows, columns)``.
+        steps: Number of iterations.
+    """
+    x: Tensor = u.mT if u.shape[-2] > u.shape[-1] else u
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(steps):
+        a = x @ x.mT
+        square = 2.0315 * a @ a if a.dtype == torch.bfloat16 else 2.0315 * (a @ a)  # FedMuon's program rounds so
+        x = 3.4445 * x + (-4.7750 * a + square) @ x
+    return x.mT if u.shape[-2] > u.shape[-1] else x

@@ -39,8 +39,7 @@ from fl_lightning.commands.shared.index import (
     options_of,
 )
 from fl_lightning.commands.shared.messages import WORDS, find_user_error
-from fl_lightning.core import ensure
-from fl_lightning.core.options import Interval, check_values
+from fl_lightning.core import Interval, check_values, ensure
 from fl_lightning.results.configs import NoValueError, load_yaml
 
 

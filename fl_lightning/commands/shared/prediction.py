@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
-from fl_lightning.core import State, UserError, earlier, generator, map_tensors, named_tensors
+from fl_lightning.core import State, UserError, generator, map_tensors, named_tensors
 from fl_lightning.engine import ENGINES, contract_of
 from fl_lightning.trainer import (
     Callback,
@@ -26,14 +26,15 @@ from fl_lightning.trainer import (
     Fabric,
     FederatedTrainer,
     FlatnessMonitor,
+    Flight,
     Progress,
     Run,
+    by_key,
+    cpu_threads,
     evaluate,
+    pause,
 )
-from fl_lightning.trainer.callbacks.checkpoints import pause
-from fl_lightning.trainer.flight import Flight
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.runtime.environment import cpu_threads
 
 FEWEST, MOST, BUDGET = 4, 20, 5.0
 """Fewest and most rounds with clients that are measured, and the seconds after which no further one begins."""
@@ -111,12 +112,6 @@ class Lap(Callback):
     on_round_start = on_local_end = on_round_logged = on_round_end
 
 
-def named(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Returns callbacks by the names of their classes, the second of a class as ``Name 2``."""
-    names = [type(callback).__name__ for callback in callbacks]
-    return {f"{name} {n + 1}" if n else name: c for name, n, c in zip(names, earlier(names), callbacks, strict=True)}
-
-
 @dataclass(frozen=True)
 class Measured:
     """The first rounds of a run on one process of this machine.
@@ -164,7 +159,7 @@ class Measured:
                 if split in clock.seconds
             },
         }
-        for name, callback in named(trainer.callbacks).items():  # Checkpoints is the last one
+        for name, callback in by_key(trainer.callbacks).items():  # Checkpoints is the last one
             seconds = clock.mean(name)
             each = seconds / (world if isinstance(callback, FlatnessMonitor) else 1)
             every = getattr(callback, "every_n_rounds", 1)
@@ -187,7 +182,7 @@ def measure(
     """
     clock, trial = Clock(), copy.copy(trainer)
     trial.callbacks = [clock]
-    for name, each in named(trainer.callbacks).items():
+    for name, each in by_key(trainer.callbacks).items():
         if not isinstance(each, Progress):
             callback = copy.deepcopy(each)
             if hasattr(callback, "every_n_rounds"):

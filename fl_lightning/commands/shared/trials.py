@@ -15,7 +15,7 @@ from fl_lightning.commands.shared.messages import explain
 from fl_lightning.core import UserError
 from fl_lightning.results import average, deviation, filled, read_run, say, show_table, shown, title
 from fl_lightning.sweeps.trials import Built, Outcome, Trial, check_alone, short
-from fl_lightning.trainer.callbacks.progress import Ending
+from fl_lightning.trainer.callbacks.defaults import Ending
 
 
 def build(trial: Trial, folder: Path) -> Built:

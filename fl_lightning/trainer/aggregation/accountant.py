@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fl_lightning.core import UserError, imported
 from fl_lightning.trainer.participation.samplers import BernoulliSampler, CohortSampler, UniformSampler
-from fl_lightning.trainer.runtime.console import quiet
+from fl_lightning.trainer.runtime.environment import quiet
 
 Method = Literal["RDP", "PLD"]
 LEAST_NOISE = 0.05

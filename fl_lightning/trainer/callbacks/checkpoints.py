@@ -1,4 +1,4 @@
-"""Checkpoints of a run."""
+"""What a run keeps of its rounds: checkpoints, and in memory the vectors of small problems."""
 
 import math
 import time
@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fl_lightning.core import PositiveInt, UserError
+from torch import Tensor
+
+from fl_lightning.core import PositiveInt, State, UserError
+from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import Mode, mode_of
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Callback, Run
@@ -140,3 +143,45 @@ def monitored(run: Run, callback: str, name: str, metrics: Mapping[str, float]) 
         known = ", ".join(sorted(run.metrics))
         raise UserError(f"trainer.callbacks: {callback}.monitor = {name}: no such metric; choose from {known}")
     return metrics.get(name)
+
+
+class Trajectory(Callback):
+    """Keeps every round's vectors in memory: for small problems and tests.
+
+    Attributes:
+        server: The server's state, at first and after each round; ``server[t].w`` is the global model, ``(d,)``.
+        evaluated: The model that is evaluated (with SWA the average), at first and after each round, ``(d,)`` each.
+        local: After each round, the local results by client, in cohort order; ``local[t][k].w`` is ``(d,)``.
+        client: After each round, all clients' stored states by id.
+    """
+
+    def __init__(self) -> None:
+        self.server: list[State] = []
+        self.evaluated: list[Tensor] = []
+        self.local: list[dict[int, LocalResult]] = []
+        self.client: list[dict[int, State]] = []
+        self._now: dict[int, LocalResult] = {}
+        self._first = 0
+
+    def on_fit_start(self, run: Run) -> None:
+        for kept in (self.server, self.evaluated, self.local, self.client):
+            kept.clear()
+        self._now, self._first = {}, run.rounds_done
+        self._append(run)
+
+    def _append(self, run: Run) -> None:
+        self.server.append(run.server)
+        self.evaluated.append(run.global_model)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        rounds = run.rounds_done - self._first
+        del self.server[rounds + 1 :], self.evaluated[rounds + 1 :], self.local[rounds:], self.client[rounds:]
+
+    def on_local_end(self, run: Run, result: LocalResult) -> None:
+        self._now[result.client] = result
+
+    def on_round_end(self, run: Run) -> None:
+        self._append(run)
+        self.local.append(self._now)
+        self.client.append(run.clients.rows())
+        self._now = {}

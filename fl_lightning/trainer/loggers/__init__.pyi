@@ -1,5 +1,5 @@
 from .base import About as About
+from .base import CSVLogger as CSVLogger
 from .base import RunLogger as RunLogger
-from .csv import CSVLogger as CSVLogger
-from .tensorboard import TensorBoardLogger as TensorBoardLogger
-from .wandb import WandbLogger as WandbLogger
+from .programs import TensorBoardLogger as TensorBoardLogger
+from .programs import WandbLogger as WandbLogger

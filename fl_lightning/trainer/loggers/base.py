@@ -1,19 +1,24 @@
-"""The base class of loggers that write to the run folder and survive a resumption."""
+"""The log that every run has, and the base class of loggers that survive a resumption."""
 
-from collections.abc import Callable, Mapping, Sequence
+import csv
+import io
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from fl_lightning.core import Checked, Figure, ensure, render, style
+from fl_lightning.core import Checked, Figure, UserError, ensure, render, style, write_atomically, writing
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import class_counts, heat_map, histogram
+from fl_lightning.results.metrics import FILE, read_rows
 
 TAKEN_BACK = 100
 """Most rounds that an error takes back: those that run as one program."""
@@ -57,7 +62,8 @@ class About:
 class RunLogger(Checked, Logger, key="trainer.loggers: {}"):
     """A logger that starts with the run, in its folder, and continues when the run is resumed."""
 
-    dir: Path | None = None
+    dir = Path()
+    """The run's folder, once the logger has started."""
     publishes = True
     """Whether others than the run folder's owner may see what is logged: of private runs, it gets what is protected."""
 
@@ -106,7 +112,7 @@ class RunLogger(Checked, Logger, key="trainer.loggers: {}"):
     @property
     def version(self) -> str | None:
         """The run folder's name."""
-        return self.dir.name if self.dir else None
+        return self.dir.name or None
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -122,3 +128,99 @@ class FigureLogger(RunLogger):
         self.log_clients("partition/samples", counts.sum(1).tolist(), 0)
         if data.task.by_class:
             self.log_clients("partition/classes", (counts > 0).sum(1).tolist(), 0)
+
+
+class CSVLogger(RunLogger):
+    """``metrics.csv`` in the run folder: a row a round, a column a metric, empty where nothing was measured.
+
+    Attributes:
+        path: The file, once the logger has started.
+    """
+
+    path: Path
+    publishes = False
+
+    def __init__(self) -> None:
+        self.columns: list[str] = ["round"]
+        self.checksums: dict[int, int] = {}
+        """Of the rows up to the last round, and up to those before that an error may take back."""
+
+    def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
+        _rows(run_dir / FILE, state, round)
+
+    @rank_zero_only
+    def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
+        super().start(run_dir, state, round, about)
+        self.path = run_dir / FILE
+        columns, rows = _rows(self.path, state, round) if round else (["round"], [])
+        self._rewrite(columns, rows)
+        self.checksums = {round: _checksum(rows)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"columns": self.columns, "checksums": self.checksums}
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:  # type: ignore[override]
+        """Appends the row of round ``step``."""
+        new_row = {name: str(value) for name, value in {"round": step, **metrics}.items()}
+        with writing(self.path):
+            if new := [key for key in metrics if key not in self.columns]:
+                head, *rows = read_rows(self.path)
+                self._rewrite([*self.columns, *new], [dict(zip(head, row, strict=True)) for row in rows])
+            # it must exist, and no link is followed that somebody has put there
+            with open(self.path, "r+", newline="", opener=_no_link) as file:
+                file.seek(0, os.SEEK_END)
+                csv.DictWriter(file, self.columns).writerow(new_row)
+        *_, (last, checksum) = self.checksums.items()
+        known = [*self.checksums.items(), (last + 1, _checksum([new_row], checksum))]
+        self.checksums = dict(known[-TAKEN_BACK - 1 :])
+
+    def flush(self) -> None:
+        with writing(self.path), self.path.open("r+b") as file:
+            os.fsync(file.fileno())
+
+    def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
+        text = io.StringIO()  # a name stays as it is, also one that a spreadsheet would take for a formula
+        csv.writer(text).writerows([columns, *([row.get(name, "") for name in columns] for row in rows)])
+        write_atomically(self.path, text.getvalue())
+        self.columns = columns
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+def _checksum(rows: Iterable[Mapping[str, str]], before: int = 0) -> int:
+    """Returns the CRC-32 of the numbers in rows, in any order of the columns, after that of the rows before."""
+    for row in rows:
+        before = crc32("".join(f"{name}={row[name]}\n" for name in sorted(row) if row[name]).encode(), before)
+    return before
+
+
+def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str], list[dict[str, str]]]:
+    """Returns the columns of a log, and its rows of the first rounds, of which each has one; later rows are left out.
+
+    Args:
+        path: The file. If it holds the word ``round`` alone, the rows are empty.
+        state: The logger's state in the checkpoint: the columns that it must have, and the checksum of the rows.
+        rounds: Number of rounds.
+
+    Raises:
+        UserError: If it is missing, or its rows are not as they were written.
+    """
+    columns = state.get("columns", [])
+    remedy = "put the run's own file back, or one that holds only the word round, to continue without its rows"
+    try:
+        head, *lines = read_rows(path) or [[]]
+    except (OSError, ValueError, csv.Error) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read ({what}); {remedy}") from None
+    if head == ["round"] and not lines:
+        return columns or head, [{"round": str(k + 1)} for k in range(rounds)]
+    rows = [dict(zip(head, line, strict=False)) for line in lines[:rounds]]
+    whole = {*columns} <= {*head} and len({*head}) == len(head) and len(rows) == rounds
+    ensure(
+        whole and state.get("checksums", {}).get(rounds) == _checksum(rows),
+        f"{path}: its rows of {rounds} rounds are not those that the run has written; {remedy}",
+    )
+    return head, rows

@@ -3,13 +3,13 @@ from .base import Measurement as Measurement
 from .base import MeasurementContext as MeasurementContext
 from .base import check_statistics as check_statistics
 from .base import dry_round as dry_round
-from .client_curvature import ClientLambdaMax as ClientLambdaMax
 from .clients import ClientEvaluation as ClientEvaluation
-from .critical import CriticalSharpness as CriticalSharpness
+from .clients import ClientLambdaMax as ClientLambdaMax
 from .curvature import check_measures as check_measures
 from .sharpness import LPF as LPF
 from .sharpness import AdaptiveSharpness as AdaptiveSharpness
 from .sharpness import CohortLoss as CohortLoss
+from .sharpness import CriticalSharpness as CriticalSharpness
 from .sharpness import Discrepancy as Discrepancy
 from .sharpness import Sharpness as Sharpness
 from .sharpness import default_measures as default_measures

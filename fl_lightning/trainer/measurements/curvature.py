@@ -32,7 +32,7 @@ from fl_lightning.flatness import (
     Operator,
     layers,
 )
-from fl_lightning.nets.adapters import LoRA
+from fl_lightning.nets.pretrained import LoRA
 from fl_lightning.trainer.measurements.base import (
     Measure,
     Measurement,

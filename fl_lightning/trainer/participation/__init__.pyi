@@ -1,4 +1,4 @@
-from .asynchronous import Asynchronous as Asynchronous
+from .clock import Asynchronous as Asynchronous
 from .clock import Clock as Clock
 from .clock import Device as Device
 from .faults import NO_FAULTS as NO_FAULTS

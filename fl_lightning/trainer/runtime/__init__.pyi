@@ -1,11 +1,11 @@
 from .collectives import on_rank_zero as on_rank_zero
-from .console import Fabric as Fabric
-from .console import quiet as quiet
-from .console import unbroken_output as unbroken_output
+from .environment import Fabric as Fabric
 from .environment import cpu_threads as cpu_threads
 from .environment import float32_products as float32_products
 from .environment import keep_freed_memory as keep_freed_memory
+from .environment import quiet as quiet
 from .environment import repeatable_convolutions as repeatable_convolutions
+from .environment import unbroken_output as unbroken_output
 from .signals import Interruption as Interruption
 from .signals import default_actions as default_actions
 from .signals import undisturbed as undisturbed

@@ -1,12 +1,70 @@
-"""Networks for text."""
+"""Networks of sequences: of tokens, of characters, and of the patches of an image."""
 
 from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core import Checked, Interval, Size
-from fl_lightning.nets.vit import EncoderBlock
+from fl_lightning.core import Checked, Interval, Size, require
+
+
+class ViTCIFAR(Checked, nn.Module, key="model.net"):
+    """FedGMT's vision transformer (ViT-CIFAR): 64 patches of 4x4 pixels, no class token, no dropout.
+
+    Two blocks of width 384; scores are divided by the root of the whole width, not of a head's; a GELU after both
+    layers of an MLP; the head takes the normalized mean over the patches. 1,825,162 weights with 10 classes.
+
+    Args:
+        num_classes: Number of classes.
+        dim: Width.
+        blocks: Number of encoder blocks.
+        heads: Attention heads; must divide the width.
+    """
+
+    def __init__(self, num_classes: Size = 10, dim: Size = 384, blocks: Size = 2, heads: Size = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(48, dim)
+        self.position = nn.Parameter(torch.randn(1, 64, dim))
+        self.blocks = nn.Sequential(*(EncoderBlock(dim, heads) for _ in range(blocks)))
+        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits ``(N, num_classes)`` of images ``(N, 3, 32, 32)``."""
+        patches = x.reshape(len(x), 3, 8, 4, 8, 4).permute(0, 2, 4, 3, 5, 1).reshape(len(x), 64, 48)
+        return self.head(self.blocks(self.embedding(patches) + self.position).mean(1))
+
+
+class EncoderBlock(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; scores are divided by the root of the whole width.
+
+    Args:
+        dim: Width.
+        heads: Attention heads; must divide the width.
+
+    Raises:
+        UserError: If heads does not divide the width.
+    """
+
+    def __init__(self, dim: Size, heads: Size) -> None:
+        super().__init__()
+        require(dim % heads == 0, "model.net.heads", heads, f"does not divide the width, dim = {dim}; use a divisor")
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns tokens ``(N, tokens, dim)`` of the same shape."""
+        x = x + self.attention(self.norm1(x))
+        return torch.add(x, self.mlp(self.norm2(x)))
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Returns the attention's output; it is written out, since the fused kernels have no second derivative."""
+        n, tokens, dim = x.shape
+        q, k, v = (layer(x).view(n, tokens, self.heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        scores = q @ k.transpose(2, 3) * dim**-0.5
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
 
 Vocabulary = Annotated[int, Interval("[1, 1e9]")]
 
