@@ -15,8 +15,8 @@ COSTS = {"target_round": "by rounds", "target_passes": "by passes", "target_bits
 LEGEND = (
     "What reaching the targets costs: the score is the mean of a method's performance profile from 1 to 4 times the "
     "smallest cost, over the columns (1: the cheapest everywhere; 0: nowhere within 4 times), with 95 % bootstrap "
-    "intervals over the seeds. A seed that never reaches the target costs infinitely much; methods that score 0 are left "
-    "out."
+    "intervals over the seeds. A seed that never reaches the target costs infinitely much. Methods that "
+    "score 0 are left out."
 )
 
 
