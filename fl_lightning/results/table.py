@@ -162,13 +162,13 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             Column("target_minutes", f"minutes {to}", "target_minutes", form=",.2f"),
             Column("target_gigabytes", f"GB {to}", "target_bits", form=",.3f", scale=1 / 8e9),
             Column("target_transmissions", f"models {to}", "target_transmissions", form=",.0f"),
-            Column("target_passes", f"passes {to}", "target_passes", form=",.0f"),
-            *(
-                [Column("target_device_hours", f"device hours {to}", "target_device_s", form=",.3g", scale=1 / 3600)]
-                if any(group.measured("device_s") for group in groups)
-                else []
-            ),
         ]
+        optional = [
+            Column("target_passes", f"passes {to}", "target_passes", form=",.0f"),
+            Column("target_device_hours", f"device hours {to}", "target_device_s", form=",.3g", scale=1 / 3600),
+        ]
+        measured = ("target_passes", "device_s")
+        shown += [c for c, of in zip(optional, measured, strict=True) if any(group.measured(of) for group in groups)]
         if reference is not None and (bits := reference.values("bits")):
             shown.append(Column("target_cost", "cost in B", "target_bits", form=",.2f", scale=1 / fmean(bits)))
     return [c for c in shown if c.to_target or any(group.measured(c.of) for group in groups)]

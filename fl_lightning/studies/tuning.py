@@ -8,9 +8,6 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any, cast
 
-import torch
-from torch.quasirandom import SobolEngine
-
 from fl_lightning.core import ensure, grouped
 from fl_lightning.results import headline, read_run, write_table
 from fl_lightning.sweeps.parameters import Parameter
@@ -52,6 +49,8 @@ def points(count: int, dimensions: int) -> list[list[float]]:
     Raises:
         UserError: If two of their numbers are correlated.
     """
+    import torch  # takes seconds; a page needs none
+    from torch.quasirandom import SobolEngine
 
     def correlation(sequence: torch.Tensor) -> float:
         ranks = sequence.argsort(0).argsort(0).double()
