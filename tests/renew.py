@@ -107,10 +107,10 @@ def tuned(text: str) -> str:
     return re.sub(r"(<!-- digits: (.*?) -->\n).*?(<!-- /digits -->)", table, text, flags=re.DOTALL)
 
 
-def loop_quotes(text: str) -> str:
+def loop_quote(text: str) -> str:
     """The page that quotes the loop."""
-    bodies = iter([inspect.getsource(function).rpartition('"""\n')[2] for function in (loop.rounds, loop.close)])
-    return re.sub("(?<=```python\n).*?(?=```)", lambda _: textwrap.dedent(next(bodies)), text, flags=re.DOTALL)
+    body = textwrap.dedent(inspect.getsource(loop.rounds).rpartition('"""\n')[2])
+    return between("```python\n", "```", lambda: body)(text)
 
 
 def renewals() -> dict[Path, Iterable[Renewal]]:
@@ -120,7 +120,7 @@ def renewals() -> dict[Path, Iterable[Renewal]]:
     batch = (ROOT / "examples/slurm.sh").read_text()
     return each | {
         PAGES / "index.md": (table,),
-        DOCS / "architecture.md": (loop_quotes,),
+        DOCS / "architecture.md": (loop_quote,),
         DOCS / "benchmarks.md": (contest.fill,),
         DOCS / "clock.md": (
             between("<!-- hours -->\n", "<!-- end -->", pages.clock_table),
