@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from io import BytesIO
 from pathlib import Path
 from textwrap import fill
@@ -47,6 +48,8 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#00
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 COLORMAP = "viridis"
+NOTE = ContextVar("note", default="")
+"""A line above every figure that is saved, see `noted`."""
 SPAN = 20.0
 """Values whose ratio of largest to smallest exceeds this are drawn on a logarithmic axis."""
 
@@ -209,6 +212,16 @@ def figure_files(figure: Figure, name: str) -> dict[str, bytes]:
     return {f"{name}.pdf": pdf, f"{name}.png": png}
 
 
+@contextmanager
+def noted(text: str) -> Iterator[None]:
+    """Writes a text above all figures that are saved within, such as what a figure of a paper lacks."""
+    before = NOTE.set(text)
+    try:
+        yield
+    finally:
+        NOTE.reset(before)
+
+
 def save_figure(figure: Figure, path: str | Path) -> list[Path]:
     """Writes a figure as PDF (vectors) and PNG (300 dpi).
 
@@ -224,6 +237,10 @@ def save_figure(figure: Figure, path: str | Path) -> list[Path]:
     """
     require(hasattr(figure, "savefig"), "figure", f"a {type(figure).__name__}", "give a Figure of matplotlib")
     path = Path(path)
+    if text := NOTE.get():
+        shown = wrapped(text, figure.get_figwidth() - 0.1)
+        figure.set_figheight(figure.get_figheight() + 0.13 * len(shown.splitlines()))
+        figure.suptitle(shown, x=0.01, ha="left", fontsize=7, color="0.3")
     files = {path.parent / name: content for name, content in figure_files(figure, path.name).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_together(files)

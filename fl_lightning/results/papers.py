@@ -167,10 +167,15 @@ def _to_target(run: Path, name: str, at: str) -> float | None:
 
 def _of_client(run: Path, name: str, images: str) -> float | None:
     """Returns a measure of the first client that has images of one class alone; ``airplane2`` is of the second."""
+    alone, measured = clients_of(run, images.rstrip("2")), last_measurements(run).get(name)
+    place = images.endswith("2")
+    return measured["details"]["clients"].get(str(alone[place])) if measured and len(alone) > place else None
+
+
+def clients_of(run: Path, images: str) -> list[int]:
+    """Returns the clients of a run that have images of one of `CLASSES` alone."""
     counts = read_json(run / "partition.json", dict[str, Any], {}).get("counts", ())
-    alone = [str(client) for client, classes in enumerate(counts) if [*classes] == [CLASSES[images.rstrip("2")]]]
-    measured, place = last_measurements(run).get(name), images.endswith("2")
-    return measured["details"]["clients"].get(alone[place]) if measured and len(alone) > place else None
+    return [client for client, classes in enumerate(counts) if [*classes] == [CLASSES[images]]]
 
 
 @dataclass(frozen=True)
