@@ -201,7 +201,7 @@ def _show_as_written(figure: Figure) -> None:
         if shown != text.get_text():  # else matplotlib's warning of a missing glyph has the control
             text.set_text(shown)
         try:
-            MathTextParser("path").parse(shown)
+            MathTextParser("path").parse(shown.replace("\n", " "))
         except ValueError:
             text.set_parse_math(False)
 
@@ -238,7 +238,7 @@ def save_figure(figure: Figure, path: str | Path) -> list[Path]:
     require(hasattr(figure, "savefig"), "figure", f"a {type(figure).__name__}", "give a Figure of matplotlib")
     path = Path(path)
     if text := NOTE.get():
-        shown = wrapped(text, figure.get_figwidth() - 0.1)
+        shown = wrapped(text, (figure.get_figwidth() - 0.1) * 8 / 7)
         figure.set_figheight(figure.get_figheight() + 0.13 * len(shown.splitlines()))
         figure.suptitle(shown, x=0.01, ha="left", fontsize=7, color="0.3")
     files = {path.parent / name: content for name, content in figure_files(figure, path.name).items()}

@@ -13,9 +13,6 @@ from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import load_yaml
 from fl_lightning.results.papers import PAPERS, Cell
 
-CODE = {"FL-Simulator": "configs/presets/flsim", "FL-SAM": "configs/presets/flsam"}
-"""Tables of the README files of the papers' codes, whose settings are others, and the presets of these codes."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -42,7 +39,7 @@ class Recipe:
         command: The subcommand, ``fit`` or ``centralized``.
         config: Name of its config, such as ``experiment/fedgloss/cifar10_alpha0``.
         row: Settings of the row over the config.
-        column: Settings of the column: size of the cohort, number of clients, local epochs.
+        column: Settings of the column: size of the cohort, number of clients, local epochs, and its own over the file.
     """
 
     command: str
@@ -51,14 +48,23 @@ class Recipe:
     column: tuple[str, ...]
 
 
-def columns(paper: str) -> dict[str, str]:
-    """Returns a paper's columns: data set, network and heterogeneity as in its cells, and the name of their file."""
-    return dict(_all()[paper][0])
+def columns(source: str) -> dict[str, str]:
+    """Returns the columns of a paper, or of the README of a paper's code, which is a table of its own.
+
+    A column is data set, network and heterogeneity as in its cells, in a README also the participation. Its value is
+    the name of its file, and settings over it.
+    """
+    return dict(_all()[source][0])
 
 
-def rows(paper: str) -> list[Row]:
-    """Returns the rows of a paper; of several that fit a name and a file, the first one counts."""
-    return list(_all()[paper][1])
+def rows(source: str) -> list[Row]:
+    """Returns the rows of a paper, or of a README; of several that fit a name and a file, the first one counts."""
+    return list(_all()[source][1])
+
+
+def source_of(cell: Cell) -> str:
+    """Returns the paper of a cell, or its table, if that is a README with rows and columns of its own."""
+    return cell.table if cell.table in _all() else cell.paper
 
 
 def recipe(cell: Cell) -> Recipe:
@@ -68,24 +74,21 @@ def recipe(cell: Cell) -> Recipe:
         UserError: If there is no recipe.
     """
     where = f"table = {cell.table}"
-    ensure(
-        cell.table not in CODE,
-        f"{where}: the README of the paper's code has settings of its own, with no config here; "
-        f"{CODE.get(cell.table)} has the choices of its program",
-    )
     ensure(bool(cell.dataset), f"{where}: our copy of the paper names no data set for this number")
     column = ", ".join((cell.dataset, cell.model, cell.heterogeneity))
-    files = columns(cell.paper)
-    ensure(column in files, f"{where}: no config for {column}; see docs/experiments.md")
+    files = columns(source_of(cell))
+    found = files.get(column) or files.get(f"{column}, {cell.participation}")
+    ensure(found is not None, f"{where}: no config for {column}; see docs/experiments.md")
+    file, *settings = shlex.split(str(found))
     cohort, _, clients = cell.participation.partition("/")
     flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
     flags += [f"--trainer.local_epochs={cell.epochs}"] if cell.epochs else []
     value = [f"--model.{cell.algorithm.rpartition(' ')[2]}"] if "=" in cell.algorithm else []
     return Recipe(
         command="centralized" if cell.heterogeneity == "centralized" else "fit",
-        config=f"experiment/{cell.paper}/{files[column]}",
-        row=(*(word for row in _parts(cell, files[column]) for word in shlex.split(row.settings)), *value),
-        column=tuple(flags),
+        config=f"experiment/{cell.paper}/{file}",
+        row=(*(word for row in _parts(cell, file) for word in shlex.split(row.settings)), *value),
+        column=(*flags, *settings),
     )
 
 
@@ -95,14 +98,14 @@ def _parts(cell: Cell, file: str) -> list[Row]:
     parts = name.split("+")
     for end in range(len(parts), 0, -1):
         names = ["+".join(parts[:end]), *(f"+{part}" for part in parts[end:])]
-        found = [row for name in names if (row := _find(cell.paper, name, file)) is not None]
+        found = [row for name in names if (row := _find(source_of(cell), name, file)) is not None]
         if len(found) == len(names):
             return found
     raise UserError(f"algorithm = {cell.algorithm}: our copy of the paper has no settings of it over {file}")
 
 
-def _find(paper: str, name: str, file: str) -> Row | None:
-    return next((r for r in rows(paper) if name in r.names and any(fnmatchcase(file, over) for over in r.over)), None)
+def _find(source: str, name: str, file: str) -> Row | None:
+    return next((r for r in rows(source) if name in r.names and any(fnmatchcase(file, over) for over in r.over)), None)
 
 
 @cache
