@@ -76,8 +76,9 @@ def run(
     Raises:
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
-    three = len(clients) == 3 if clients else len(compare) == 2
-    require(kind != "plane" or three, "compare", list(compare), "a plane goes through two more, or three clients")
+    three = (len(compare), len(clients)) in ((2, 0), (0, 3))
+    what = "a plane goes through two checkpoints more, or through the models of three clients"
+    require(kind != "plane" or three, "compare", list(compare), what)
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
     check_no_buffers(model)
     model.check_global_model("a landscape")

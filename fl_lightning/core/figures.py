@@ -49,7 +49,7 @@ DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 COLORMAP = "viridis"
 NOTE = ContextVar("note", default="")
-"""A line above every figure that is saved, see `noted`."""
+"""The text of `noted`."""
 SPAN = 20.0
 """Values whose ratio of largest to smallest exceeds this are drawn on a logarithmic axis."""
 
@@ -208,13 +208,18 @@ def _show_as_written(figure: Figure) -> None:
 
 def figure_files(figure: Figure, name: str) -> dict[str, bytes]:
     """Returns a figure as PDF (vectors) and PNG (300 dpi), by the files' names."""
-    pdf, png = render(figure, pdf={"CreationDate": None}, png={})
+    if text := NOTE.get():
+        shown = wrapped(text, (figure.get_figwidth() - 0.1) * 8 / 7)
+        figure.set_figheight(figure.get_figheight() + 0.13 * len(shown.splitlines()))
+        figure.suptitle(shown, x=0.01, ha="left", fontsize=7, color="0.3")
+    metadata = {"Description": text} if text else {}
+    pdf, png = render(figure, pdf={"CreationDate": None, "Subject": text or None}, png=metadata)
     return {f"{name}.pdf": pdf, f"{name}.png": png}
 
 
 @contextmanager
 def noted(text: str) -> Iterator[None]:
-    """Writes a text above all figures that are saved within, such as what a figure of a paper lacks."""
+    """Writes a text above all figures that are saved within, and into the metadata of their files."""
     before = NOTE.set(text)
     try:
         yield
@@ -237,10 +242,6 @@ def save_figure(figure: Figure, path: str | Path) -> list[Path]:
     """
     require(hasattr(figure, "savefig"), "figure", f"a {type(figure).__name__}", "give a Figure of matplotlib")
     path = Path(path)
-    if text := NOTE.get():
-        shown = wrapped(text, (figure.get_figwidth() - 0.1) * 8 / 7)
-        figure.set_figheight(figure.get_figheight() + 0.13 * len(shown.splitlines()))
-        figure.suptitle(shown, x=0.01, ha="left", fontsize=7, color="0.3")
     files = {path.parent / name: content for name, content in figure_files(figure, path.name).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_together(files)

@@ -196,7 +196,7 @@ class PaperFigure:
         state = (
             f"a part of the paper's figure; missing: {self.missing}" if self.missing else "as the paper describes it"
         )
-        taken = [f"the text that we had does not say this; assumed: {self.taken}"] if self.taken else []
+        taken = [f"open in the text that we had, and assumed: {self.taken}"] if self.taken else []
         return [found, state, *taken]
 
     @property
