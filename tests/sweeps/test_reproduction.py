@@ -161,8 +161,8 @@ def test_numbers_up_to_a_target(tmp_path: Path) -> None:
     (cell,) = find(paper="fedsmoo", table="3", algorithm="FedSMOO", metric="rounds@74")
     found = line(cell, [Outcome(Trial("a", ()), mine), Outcome(Trial("b", ()), alone)])
     assert found.values == (6, 6) and found.difference == 6 - 194
-    (cell,) = find(paper="fedsmoo", table="3", algorithm="FedCM", metric="cost@74")
-    counted = line(replace(cell, metric="cost@50"), [Outcome(Trial("c", ()), mine)])
+    (double,) = find(paper="fedsmoo", table="3", algorithm="FedCM", metric="cost@74")
+    counted = line(replace(double, metric="cost@50"), [Outcome(Trial("c", ()), mine)])
     assert counted.values == pytest.approx((2 * 8 / 6 / 1.5,))  # two models a round in place of one and a half
     never = finished(tmp_path / "column" / "never" / "seed_0" / "version_0", {6: 0.1})
     found = line(cell, [Outcome(Trial("c", ()), never)])
