@@ -77,9 +77,9 @@ def recipe(cell: Cell) -> Recipe:
     ensure(bool(cell.dataset), f"{where}: our copy of the paper names no data set for this number")
     column = ", ".join((cell.dataset, cell.model, cell.heterogeneity))
     files = columns(source_of(cell))
-    found = files.get(column) or files.get(f"{column}, {cell.participation}")
-    ensure(found is not None, f"{where}: no config for {column}; see docs/experiments.md")
-    file, *settings = shlex.split(str(found))
+    found = files.get(column, files.get(f"{column}, {cell.participation}", ""))
+    ensure(bool(found), f"{where}: no config for {column}; see docs/experiments.md")
+    file, *settings = shlex.split(found)
     cohort, _, clients = cell.participation.partition("/")
     flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
     flags += [f"--trainer.local_epochs={cell.epochs}"] if cell.epochs else []
