@@ -283,22 +283,14 @@ def test_figure_is_of_the_tables_runs(tmp_path: Path, monkeypatch: pytest.Monkey
         ("fedsam", "2a", ["plane"]),
         ("fedsam", "2c", ["plane"]),
         ("fedsam", "3a", ["clients"]),
-        ("fedsam", "4", ["alpha=0.5/clients", "alpha=0/clients", "alpha=1000/clients"]),
+        ("fedsam", "4", ["alpha=0/clients", "alpha=0.5/clients", "alpha=1000/clients"]),
         ("fedsam", "5", ["alpha=0/spectrum", "alpha=1000/spectrum"]),
         ("fedgf", "1b", ["bars"]),
         ("fedgf", "5", ["alpha=0/perturbation", "alpha=10/perturbation"]),
         (
             "fedgloss",
             "9",
-            [
-                f"{place}/interpolate"
-                for place in (
-                    "CIFAR100_alpha=0.5",
-                    "CIFAR100_alpha=0",
-                    "CIFAR10_alpha=0.05",
-                    "CIFAR10_alpha=0",
-                )
-            ],
+            [f"CIFAR{k}_alpha={alpha}/interpolate" for k, alpha in ((100, 0), (100, 0.5), (10, 0), (10, 0.05))],
         ),
         ("fedgloss", "19a", ["lines"]),
         ("fedgmt", "4", ["cost"]),
