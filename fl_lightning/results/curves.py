@@ -400,5 +400,5 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
                     axes.axhline(100 * clean, color=color, linestyle=dashes, linewidth=0.8, zorder=0)
             labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
             axes.set_xticks(range(len(names)), labels, rotation=45, ha="right", rotation_mode="anchor")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
+        place_legend(figure, least=1)
     return figure
