@@ -82,26 +82,18 @@ def settings(paper: str) -> str:
 
 
 def drawings(paper: str) -> str:
-    """Returns the figures of a paper: what they show, and what is assumed; and why others cannot be drawn."""
-    lines = [["figure", "shows", "assumed"]]
-    unknown: dict[str, list[str]] = {}
-    for each in figures(paper):
-        if each.shows:
-            lines.append([each.number, each.shows, each.taken])
-        else:
-            unknown.setdefault(each.reason, []).append(each.number)
-    said = "; ".join(f"{', '.join(numbers)} ({reason})" for reason, numbers in unknown.items())
-    return markdown(lines) + (f"\nNot known: {said}.\n" if said else "")
+    """Returns the figures of a paper: what they show, what is assumed, and what is missing."""
+    lines = [["figure", "shows", "assumed", "missing"]]
+    lines += [[e.number, "a schematic" if e.schematic else e.shows, e.taken, e.missing] for e in figures(paper)]
+    return markdown(lines)
 
 
 def known(what: str) -> str:
-    """Returns how many cells or figures ``reproduce`` knows, by kind or paper, and why it does not know the others."""
-    if what == "cells":
-        found = [(cell.metric.partition("@")[0], why_not(cell)) for cell in find()]
-        found = [(kind, reason and re.sub(r"^\w+ = [^:]*: ", "", reason)) for kind, reason in found]
-    else:
-        found = [(paper, each.reason or None) for paper in PAPERS for each in figures(paper)]
-        found = [(paper, reason) for paper, reason in found if reason != "it is a schematic"]
+    """Returns how many cells ``reproduce`` knows, by kind, and why it does not know the others; or how many figures."""
+    if what == "figures":
+        return states()
+    found = [(cell.metric.partition("@")[0], why_not(cell)) for cell in find()]
+    found = [(kind, reason and re.sub(r"^\w+ = [^:]*: ", "", reason)) for kind, reason in found]
     unknown = {kind for kind, reason in found if reason}
     lines = [["", what, "known", "why the others are not known"]]
     for kind in (*sorted(unknown), "all others"):
@@ -109,6 +101,20 @@ def known(what: str) -> str:
         reasons = "; ".join(f"{n}: {reason}" for reason, n in of.items() if reason)
         lines.append([kind, f"{of.total():,}", f"{of[None]:,}", reasons])
     return f"It knows {sum(reason is None for _, reason in found):,} of {len(found):,} {what}.\n\n{markdown(lines)}"
+
+
+def states() -> str:
+    """Returns how many figures are drawn as the papers describe them, and of which a part is missing."""
+    lines = [["", "figures", "as the paper describes them", "a part"]]
+    totals = Counter[str]()
+    for paper in PAPERS:
+        drawn = {each.whole: "" for each in figures(paper) if not each.schematic}
+        drawn |= {each.whole: each.missing for each in figures(paper) if each.missing}
+        parts = [f"{number}, without {missing}" for number, missing in drawn.items() if missing]
+        lines.append([paper, str(len(drawn)), str(len(drawn) - len(parts)), "; ".join(parts)])
+        totals += Counter(figures=len(drawn), whole=len(drawn) - len(parts))
+    head = f"It draws {totals['figures']} figures, {totals['whole']} of them as the papers' texts describe them."
+    return f"{head}\n\n{markdown(lines)}"
 
 
 KINDS: dict[str, Callable[..., str]] = {

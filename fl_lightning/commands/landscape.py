@@ -56,14 +56,14 @@ def run(
         data: The data.
         ckpt_path: The checkpoint, or "last".
         kind: "surface": over two random directions, filter-normalised. "plane": through three checkpoints, two of them
-            in ``compare``. "perturbation": against the length of a perturbation.
+            in ``compare``, or the local models of three ``clients``. "perturbation": against the length of one.
             "trajectory": local training of a client from the checkpoint, by its own algorithm (FedGMT also without
             its dual), FedAvg and FedSAM, in the plane through the start and the ends of the first two.
         compare: Further checkpoints with the same net.
         labels: Names of the checkpoints in the figures; by default those of their runs.
         splits: Data: train (of all clients, a stratified sample) and test.
-        clients: For a surface: also the local models of these clients, and their data, for all models. For a
-            trajectory: the client.
+        clients: For a surface: also the local models of these clients, and their data, for all models. For a plane:
+            the three whose local models span it. For a trajectory: the client.
         samples: Number of training images; null: all.
         points: Number of points along each axis; by default 51 for a surface, else 21.
         span: A surface reaches from -span to span, curves to span.
@@ -76,7 +76,9 @@ def run(
     Raises:
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
-    require(kind != "plane" or len(compare) == 2, "compare", list(compare), "a plane goes through two checkpoints more")
+    three = (len(compare), len(clients)) in ((2, 0), (0, 3))
+    what = "a plane goes through two checkpoints more, or through the models of three clients"
+    require(kind != "plane" or three, "compare", list(compare), what)
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
     check_no_buffers(model)
     model.check_global_model("a landscape")
@@ -91,7 +93,7 @@ def run(
             case "surface":
                 _surface(landscape, clients, points or 51, span, same_directions)
             case "plane":
-                _plane(landscape, points or 21)
+                _plane(landscape, clients, points or 21)
             case "perturbation":
                 _perturbation(landscape, points or 21, span, directions)
             case "trajectory":
@@ -101,13 +103,10 @@ def run(
 def _surface(landscape: Landscape, clients: Sequence[int], points: int, span: float, same: bool) -> None:
     """Measures over two random directions, normalised by the filters of each model, or the same for all."""
     run = landscape.run
-    if clients:  # their data, and their models after a dry round
-        local: dict[int, Tensor] = {}
-        dry_round(run, clients, lambda result: local.update({result.client: result.w.cpu()}))
-        everyone = collectives.all_gather_dict(run.fabric, local)
-        for k in clients:
-            landscape.models[f"client {k}"] = everyone[k].to(run.server.w)
-            landscape.sets[f"data of client {k}"] = MeasurementContext.between_rounds(run).union([k])[0]
+    if clients:
+        landscape.models |= _local_models(run, clients)
+    for k in clients:
+        landscape.sets[f"data of client {k}"] = MeasurementContext.between_rounds(run).union([k])[0]
     axis, spec = np.linspace(-span, span, points), run.objective.flat
     (first, checkpoint), *_ = landscape.models.items()
     about = f"random, normalised by the filters of {first if same else 'each model'}"
@@ -122,8 +121,18 @@ def _surface(landscape: Landscape, clients: Sequence[int], points: int, span: fl
     landscape.save("surface", found, surface=lambda: plot_surface(found), surface_3d=lambda: plot_surface(found, "3d"))
 
 
-def _plane(landscape: Landscape, points: int) -> None:
-    """Measures over the plane through the three models."""
+def _local_models(run: Run, clients: Sequence[int]) -> dict[str, Tensor]:
+    """Returns the clients' models after a dry round, ``(d,)`` each, by label."""
+    local: dict[int, Tensor] = {}
+    dry_round(run, clients, lambda result: local.update({result.client: result.w.cpu()}))
+    everyone = collectives.all_gather_dict(run.fabric, local)
+    return {f"client {k}": everyone[k].to(run.server.w) for k in clients}
+
+
+def _plane(landscape: Landscape, clients: Sequence[int], points: int) -> None:
+    """Measures over the plane through the three models, or through the local models of three clients."""
+    if clients:
+        landscape.models = _local_models(landscape.run, clients)
     plane = Plane.through(*landscape.models.values())
     x, y = plane.grid(points)
     options = landscape.options("plane", origin=next(iter(landscape.models)))

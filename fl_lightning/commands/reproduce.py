@@ -26,7 +26,18 @@ from fl_lightning.commands.shared.prediction import (
     row_bytes,
 )
 from fl_lightning.commands.shared.trials import build, check, complain
-from fl_lightning.core import Interval, PositiveInt, UserError, check_folder, checked, ensure, make_folder
+from fl_lightning.core import (
+    Interval,
+    PositiveInt,
+    UserError,
+    check_folder,
+    checked,
+    ensure,
+    make_folder,
+    noted,
+    save_figure,
+)
+from fl_lightning.data.histogram import Histogram, heat_maps, histogram
 from fl_lightning.engine import contract_of
 from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say, show_table
 from fl_lightning.sweeps.reproduction import (
@@ -156,7 +167,7 @@ def run(
 
     Args:
         paper: The paper: fedsam, fedsmoo, fedgf, fedgloss or fedgmt.
-        table: The number of its table, or its figure, such as fig7.
+        table: The number of its table, or its figure, such as fig7, or fig3c for some of its panels.
         *settings: Settings of a run, such as --data.data_dir DIR or --config FILE: they go to all runs, and win.
         rows: Algorithms as the table names them, such as FedAvg,FedGloSS+SAM; null: all.
         columns: Data set, network, heterogeneity, participation, epochs or metric, such as CIFAR10,alpha=0,alpha=0.05;
@@ -172,10 +183,10 @@ def run(
     check_fraction(rounds)
     how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run, measure), paper.casefold()
     share = "" if rounds == 1 else f"_{rounds:g}"
-    if number := re.fullmatch(r"fig(?:ure)?[. _]*(\d+)", table, re.IGNORECASE):
+    if number := re.fullmatch(r"fig(?:ure)?[. _]*(\d+[a-z]?)", table.lower()):
         ensure(not rows and not columns, f"table = {table}: a figure has rows and columns of its own; leave them out")
-        drawn = figure(paper, number[1])
-        _figure(drawn, Path(out or f"runs/reproduce/{drawn.folder}{share}"), how, points)
+        for drawn in figure(paper, number[1]):
+            _figure(drawn, Path(out or f"runs/reproduce/{drawn.folder}{share}"), how, points)
         return
     cells = select(paper, table, names(rows), names(columns))
     asked, reasons = tasks(cells)
@@ -203,16 +214,36 @@ def run(
 
 def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> None:
     """Makes the runs of a figure, and draws it."""
-    say(f"{drawn.paper}, Figure {drawn.number}: {drawn.shows} ({drawn.draws})")
-    if drawn.taken:
-        say(f"the text that we had does not say this; assumed: {drawn.taken}")
-    made = _make(figure_tasks(drawn), folder, how)
+    for text in drawn.says:
+        say(text)
+    asked, place = figure_tasks(drawn), folder / f"figure_{drawn.number}"
+    if drawn.draws == "partition":
+        divided, runs = _partitions(asked, how), {}
+    else:
+        made = _make(asked, folder, how)
+        complain([outcome for outcomes in made.values() for outcome in outcomes])
+        runs = {task: [ended.folder for ended in own if ended.folder is not None] for task, own in made.items()}
     if how.dry_run:
         return
-    complain([outcome for outcomes in made.values() for outcome in outcomes])
-    runs = {task: [ended.folder for ended in own if ended.folder is not None] for task, own in made.items()}
-    for path in draw(drawn, runs, folder / f"figure_{drawn.number}", points):
+    less = [f"{100 * how.fraction:.4g} % of the rounds"] * (how.fraction < 1)
+    with noted("; ".join([*drawn.says, *less, *filter(None, [shlex.join(how.settings)])])):
+        paths = draw(drawn, runs, place, points) if runs else save_figure(heat_maps(divided), place / "partition")[1:]
+    for path in paths:
         say(f"drawn: {path}")
+
+
+def _partitions(asked: Sequence[Task], how: _How) -> dict[str, Histogram]:
+    """Divides the data of tasks, by name; a dry run shows the commands that would print them."""
+    found = dict[str, Histogram]()
+    for each in _plan(asked, how):
+        cell, data = each.task.cells[0], each.made.data
+        if how.dry_run:
+            print(command("fl-lightning", "data", *each.trials[0].args), flush=True)
+        else:
+            data.prepare_data()
+            data.setup()
+            found[cell.algorithm if each.task.settings else column(cell)] = histogram(data)
+    return found
 
 
 def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Outcome]]:

@@ -26,6 +26,7 @@ from .figures import line_style as line_style
 from .figures import log_levels as log_levels
 from .figures import marked_style as marked_style
 from .figures import new_figure as new_figure
+from .figures import noted as noted
 from .figures import place_legend as place_legend
 from .figures import render as render
 from .figures import save_figure as save_figure

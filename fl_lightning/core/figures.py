@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from io import BytesIO
 from pathlib import Path
 from textwrap import fill
@@ -47,6 +48,8 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#00
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 COLORMAP = "viridis"
+NOTE = ContextVar("note", default="")
+"""The text of `noted`."""
 SPAN = 20.0
 """Values whose ratio of largest to smallest exceeds this are drawn on a logarithmic axis."""
 
@@ -198,15 +201,30 @@ def _show_as_written(figure: Figure) -> None:
         if shown != text.get_text():  # else matplotlib's warning of a missing glyph has the control
             text.set_text(shown)
         try:
-            MathTextParser("path").parse(shown)
+            MathTextParser("path").parse(shown.replace("\n", " "))
         except ValueError:
             text.set_parse_math(False)
 
 
 def figure_files(figure: Figure, name: str) -> dict[str, bytes]:
     """Returns a figure as PDF (vectors) and PNG (300 dpi), by the files' names."""
-    pdf, png = render(figure, pdf={"CreationDate": None}, png={})
+    if text := NOTE.get():
+        shown = wrapped(text, (figure.get_figwidth() - 0.1) * 8 / 7)
+        figure.set_figheight(figure.get_figheight() + 0.13 * len(shown.splitlines()))
+        figure.suptitle(shown, x=0.01, ha="left", fontsize=7, color="0.3")
+    metadata = {"Description": text} if text else {}
+    pdf, png = render(figure, pdf={"CreationDate": None, "Subject": text or None}, png=metadata)
     return {f"{name}.pdf": pdf, f"{name}.png": png}
+
+
+@contextmanager
+def noted(text: str) -> Iterator[None]:
+    """Writes a text above all figures that are saved within, and into the metadata of their files."""
+    before = NOTE.set(text)
+    try:
+        yield
+    finally:
+        NOTE.reset(before)
 
 
 def save_figure(figure: Figure, path: str | Path) -> list[Path]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import COLUMN, PAGE, Figure, new_figure
+from fl_lightning.core import COLORS, COLUMN, PAGE, Axes, Figure, new_figure, wrapped
 
 if TYPE_CHECKING:  # a report draws heat maps without torch
     from fl_lightning.data.module import FederatedDataModule
@@ -77,23 +78,45 @@ def heat_map(found: Histogram) -> Figure:
     Args:
         found: By :func:`histogram`.
     """
+    with new_figure(COLUMN if len(found.counts) <= 60 else PAGE, _height(found)) as figure:
+        figure.colorbar(_shade(figure.add_subplot(), found), label="samples", pad=0.02)
+    return figure
+
+
+def heat_maps(panels: Mapping[str, Histogram]) -> Figure:
+    """Draws partitions below each other: `heat_map`, and the samples that all clients have of each class as bars.
+
+    A title adds the mean number of classes of a client, and the standard deviation of the bars.
+
+    Args:
+        panels: The partitions by title.
+    """
+    with new_figure(PAGE, sum(0.2 + _height(found) for found in panels.values())) as figure:
+        grid = figure.add_gridspec(len(panels), 2, width_ratios=(3, 1), height_ratios=[*map(_height, panels.values())])
+        for row, (title, found) in enumerate(panels.items()):
+            of_class, several = found.counts.sum(0), (found.counts > 0).sum(1).mean()
+            axes = figure.add_subplot(grid[row, 0])
+            spread = f"{several:.3g} classes a client, class sizes deviate by {of_class.std():.5g}"
+            axes.set_title(wrapped(f"{title}: {spread}", 4.5))
+            figure.colorbar(_shade(axes, found), label="samples", pad=0.02)
+            bars = figure.add_subplot(grid[row, 1], sharey=axes, xlabel="samples of all clients")
+            bars.barh(range(len(of_class)), of_class, color=COLORS[0])
+            bars.tick_params(labelleft=False)
+    return figure
+
+
+def _height(found: Histogram) -> float:
+    return float(np.clip(0.13 * found.counts.shape[1], 1.0, 3.5)) + 0.6
+
+
+def _shade(axes: Axes, found: Histogram) -> Any:
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
-    clients, classes = found.counts.shape
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
-    with new_figure(COLUMN if clients <= 60 else PAGE, float(np.clip(0.13 * classes, 1.0, 3.5)) + 0.6) as figure:
-        axes: Any = figure.add_subplot(xlabel="client", ylabel=found.unit)
-        axes.locator_params(nbins=10, integer=True, steps=[1, 2, 5, 10])
-        if classes <= LABELLED:
-            axes.set_yticks(range(classes), found.names)
-        image = axes.imshow(
-            np.ma.masked_equal(found.counts.T, 0),
-            cmap=shades,
-            aspect="auto",
-            origin="lower",
-            interpolation="nearest",
-            vmin=0,
-        )
-        figure.colorbar(image, label="samples", pad=0.02)
-    return figure
+    axes.set(xlabel="client", ylabel=found.unit)
+    axes.locator_params(nbins=10, integer=True, steps=[1, 2, 5, 10])
+    if len(found.names) <= LABELLED:
+        axes.set_yticks(range(len(found.names)), found.names)
+    counts = np.ma.masked_equal(found.counts.T, 0)
+    return axes.imshow(counts, cmap=shades, aspect="auto", origin="lower", interpolation="nearest", vmin=0)

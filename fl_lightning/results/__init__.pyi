@@ -42,6 +42,7 @@ from .metrics import title as title
 from .metrics import write_table as write_table
 from .papers import EVALUATED as EVALUATED
 from .papers import MEASURED as MEASURED
+from .papers import clients_of as clients_of
 from .papers import our_number as our_number
 from .recipes import PaperFigure as PaperFigure
 from .recipes import figure as figure

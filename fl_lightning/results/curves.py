@@ -155,7 +155,10 @@ def all_timed(groups: Mapping[str, Sequence[Columns]]) -> bool:
 
 
 def draw_curves(
-    groups: Mapping[str, Sequence[Columns]], names: Sequence[str] | None = None, hours: bool = False
+    groups: Mapping[str, Sequence[Columns]],
+    names: Sequence[str] | None = None,
+    hours: bool = False,
+    levels: Mapping[str, float] | None = None,
 ) -> Figure:
     """Draws metrics that are read already, as `plot_curves` does.
 
@@ -163,6 +166,7 @@ def draw_curves(
         groups: The metrics of each run, by group; see `read`.
         names: The metrics; None: those of `MAIN` that were measured.
         hours: Whether against the mean hours of the clients' devices, which all runs have, in place of rounds.
+        levels: Values of the first metric to compare with, drawn as dashed lines, by label.
     """
     across = "device hours" if hours else "round"
     names = [name for name in drawn(groups) if name in MAIN] if names is None else names
@@ -172,6 +176,8 @@ def draw_curves(
             bottom = i + columns >= len(names)
             axes = figure.add_subplot(rows, columns, i + 1, xlabel=across if bottom else "", ylabel=label(name))
             _panel(axes, name, groups, hours)
+        for i, (text, value) in enumerate((levels or {}).items()):
+            figure.axes[0].axhline(value, label=text, color=str(0.3 * i), linestyle=(0, (4, 2 + i)), linewidth=0.8)
         place_legend(figure)
     return figure
 
@@ -394,5 +400,5 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
                     axes.axhline(100 * clean, color=color, linestyle=dashes, linewidth=0.8, zorder=0)
             labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
             axes.set_xticks(range(len(names)), labels, rotation=45, ha="right", rotation_mode="anchor")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
+        place_legend(figure, least=1)
     return figure

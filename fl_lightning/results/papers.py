@@ -35,6 +35,8 @@ TARGETS = {
     "transmissions_100": "target_transmissions",
 }
 """Numbers up to the first evaluation that is as good as a target, by their names in a `Summary`."""
+COUNTED = {("fedsmoo", "FedCM", "cost"): 4 / 3, ("fedsmoo", "MoFedSAM", "cost"): 4 / 3}
+"""Factors of our number where a paper counts more than travels: FedSMOO's Table 3 has FedCM's Delta up as well."""
 _ALL_CLIENTS = "{class_path: ClientLambdaMax, init_args: {data: [local, global], clients: all}}"
 MEASURED = {
     "lambda_max": ("lambda_max", "LambdaMax"),
@@ -167,10 +169,15 @@ def _to_target(run: Path, name: str, at: str) -> float | None:
 
 def _of_client(run: Path, name: str, images: str) -> float | None:
     """Returns a measure of the first client that has images of one class alone; ``airplane2`` is of the second."""
+    alone, measured = clients_of(run, images.rstrip("2")), last_measurements(run).get(name)
+    place = images.endswith("2")
+    return measured["details"]["clients"].get(str(alone[place])) if measured and len(alone) > place else None
+
+
+def clients_of(run: Path, images: str) -> list[int]:
+    """Returns the clients of a run that have images of one of `CLASSES` alone."""
     counts = read_json(run / "partition.json", dict[str, Any], {}).get("counts", ())
-    alone = [str(client) for client, classes in enumerate(counts) if [*classes] == [CLASSES[images.rstrip("2")]]]
-    measured, place = last_measurements(run).get(name), images.endswith("2")
-    return measured["details"]["clients"].get(alone[place]) if measured and len(alone) > place else None
+    return [client for client, classes in enumerate(counts) if [*classes] == [CLASSES[images]]]
 
 
 @dataclass(frozen=True)
@@ -222,7 +229,8 @@ def beside(
         settings: Settings of the runs that are not the paper's.
     """
     numbers = {run: our_number(run, cell.metric, fraction) for run in runs}
-    finite = {run: x for run, x in numbers.items() if x is not None and math.isfinite(x)}
+    counted = COUNTED.get((cell.paper, cell.algorithm, cell.metric.partition("@")[0]), 1.0)
+    finite = {run: counted * x for run, x in numbers.items() if x is not None and math.isfinite(x)}
     words = {None: "not measured"} | ({math.inf: "not reached"} if cell.metric.partition("@")[0] in TARGETS else {})
     left_out = [f"{run}: {cell.metric} is {words.get(x, x)}" for run, x in numbers.items() if run not in finite]
     return Line(cell, tuple(finite.values()), tuple(runs), (*errors, *left_out), fraction, settings)

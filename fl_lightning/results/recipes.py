@@ -1,6 +1,7 @@
 """How the papers' tables and figures are made: ``recipes.yaml`` and ``paper_figures.yaml`` in this folder."""
 
 import shlex
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -11,9 +12,6 @@ from typing import Any
 from fl_lightning.core import UserError, ensure
 from fl_lightning.results.configs import load_yaml
 from fl_lightning.results.papers import PAPERS, Cell
-
-CODE = {"FL-Simulator": "configs/presets/flsim", "FL-SAM": "configs/presets/flsam"}
-"""Tables of the README files of the papers' codes, whose settings are others, and the presets of these codes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Recipe:
         command: The subcommand, ``fit`` or ``centralized``.
         config: Name of its config, such as ``experiment/fedgloss/cifar10_alpha0``.
         row: Settings of the row over the config.
-        column: Settings of the column: size of the cohort, number of clients, local epochs.
+        column: Settings of the column: size of the cohort, number of clients, local epochs, and its own over the file.
     """
 
     command: str
@@ -50,14 +48,23 @@ class Recipe:
     column: tuple[str, ...]
 
 
-def columns(paper: str) -> dict[str, str]:
-    """Returns a paper's columns: data set, network and heterogeneity as in its cells, and the name of their file."""
-    return dict(_all()[paper][0])
+def columns(source: str) -> dict[str, str]:
+    """Returns the columns of a paper, or of the README of a paper's code, which is a table of its own.
+
+    A column is data set, network and heterogeneity as in its cells, in a README also the participation. Its value is
+    the name of its file, and settings over it.
+    """
+    return dict(_all()[source][0])
 
 
-def rows(paper: str) -> list[Row]:
-    """Returns the rows of a paper; of several that fit a name and a file, the first one counts."""
-    return list(_all()[paper][1])
+def rows(source: str) -> list[Row]:
+    """Returns the rows of a paper, or of a README; of several that fit a name and a file, the first one counts."""
+    return list(_all()[source][1])
+
+
+def source_of(cell: Cell) -> str:
+    """Returns the paper of a cell, or its table, if that is a README with rows and columns of its own."""
+    return cell.table if cell.table in _all() else cell.paper
 
 
 def recipe(cell: Cell) -> Recipe:
@@ -67,24 +74,21 @@ def recipe(cell: Cell) -> Recipe:
         UserError: If there is no recipe.
     """
     where = f"table = {cell.table}"
-    ensure(
-        cell.table not in CODE,
-        f"{where}: the README of the paper's code has settings of its own, with no config here; "
-        f"{CODE.get(cell.table)} has the choices of its program",
-    )
     ensure(bool(cell.dataset), f"{where}: our copy of the paper names no data set for this number")
     column = ", ".join((cell.dataset, cell.model, cell.heterogeneity))
-    files = columns(cell.paper)
-    ensure(column in files, f"{where}: no config for {column}; see docs/experiments.md")
+    files = columns(source_of(cell))
+    found = files.get(column, files.get(f"{column}, {cell.participation}", ""))
+    ensure(bool(found), f"{where}: no config for {column}; see docs/experiments.md")
+    file, *settings = shlex.split(found)
     cohort, _, clients = cell.participation.partition("/")
     flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
     flags += [f"--trainer.local_epochs={cell.epochs}"] if cell.epochs else []
     value = [f"--model.{cell.algorithm.rpartition(' ')[2]}"] if "=" in cell.algorithm else []
     return Recipe(
         command="centralized" if cell.heterogeneity == "centralized" else "fit",
-        config=f"experiment/{cell.paper}/{files[column]}",
-        row=(*(word for row in _parts(cell, files[column]) for word in shlex.split(row.settings)), *value),
-        column=tuple(flags),
+        config=f"experiment/{cell.paper}/{file}",
+        row=(*(word for row in _parts(cell, file) for word in shlex.split(row.settings)), *value),
+        column=(*flags, *settings),
     )
 
 
@@ -94,14 +98,14 @@ def _parts(cell: Cell, file: str) -> list[Row]:
     parts = name.split("+")
     for end in range(len(parts), 0, -1):
         names = ["+".join(parts[:end]), *(f"+{part}" for part in parts[end:])]
-        found = [row for name in names if (row := _find(cell.paper, name, file)) is not None]
+        found = [row for name in names if (row := _find(source_of(cell), name, file)) is not None]
         if len(found) == len(names):
             return found
     raise UserError(f"algorithm = {cell.algorithm}: our copy of the paper has no settings of it over {file}")
 
 
-def _find(paper: str, name: str, file: str) -> Row | None:
-    return next((r for r in rows(paper) if name in r.names and any(fnmatchcase(file, over) for over in r.over)), None)
+def _find(source: str, name: str, file: str) -> Row | None:
+    return next((r for r in rows(source) if name in r.names and any(fnmatchcase(file, over) for over in r.over)), None)
 
 
 @cache
@@ -133,6 +137,7 @@ class Selection:
         rows: Its rows, by comma; empty: all.
         columns: Its columns, likewise.
         settings: Settings over all of these runs, as on the command line.
+        name: What these runs are called in place of their algorithm, or a partition in place of its column.
         vary: Values of a setting of the model, or of ``epochs``, that are tried one after another over each cell.
     """
 
@@ -140,27 +145,29 @@ class Selection:
     rows: str = ""
     columns: str = ""
     settings: str = ""
+    name: str = ""
     vary: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """A figure of a paper.
+    """A figure of a paper, or some of its panels.
 
     Attributes:
         paper: A key of `fl_lightning.results.papers.PAPERS`.
-        number: Its number there.
+        number: Its number there; with a letter if other drawings are in the same figure, such as 3c.
         shows: What it shows, in our words.
         draws: The drawing: surface, plane, perturbation or trajectory of ``fl-lightning landscape``, line of
-            ``interpolate``, corruptions; curves, bars, lines, spectrum, clients or cost.
+            ``interpolate``, corruptions; curves, bars, lines, spectrum, clients or cost; or partition, without runs.
         runs: The runs that it needs.
         measure: Measures that its runs take besides those of the tables, by comma.
         times: How often they take them in a run.
         metrics: Metrics of curves.
         value: The metric of bars, lines and clients, as a `Cell` names it.
-        options: Options of a command that draws.
+        options: Options of a command that draws; its clients may be names of classes that they have alone.
         taken: What the text that we had does not say, and is assumed here.
-        reason: Why it cannot be drawn; empty if it can.
+        missing: What of the paper's figure is not drawn.
+        schematic: Whether it shows no numbers, so that nothing is drawn.
     """
 
     paper: str
@@ -174,13 +181,29 @@ class PaperFigure:
     value: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     taken: str = ""
-    reason: str = ""
+    missing: str = ""
+    schematic: bool = False
+
+    @property
+    def whole(self) -> str:
+        """Its number in the paper, without a letter."""
+        return self.number.rstrip(string.ascii_lowercase)
+
+    @property
+    def says(self) -> list[str]:
+        """Lines that stand in the output and above the picture: whether it is the paper's, and what is assumed."""
+        found = f"{self.paper}, Figure {self.number}: {self.shows} ({self.draws})"
+        state = (
+            f"a part of the paper's figure; missing: {self.missing}" if self.missing else "as the paper describes it"
+        )
+        taken = [f"open in the text that we had, and assumed: {self.taken}"] if self.taken else []
+        return [found, state, *taken]
 
     @property
     def folder(self) -> str:
         """Name of the folder of its runs: that of their table, unless its runs are not those of one table."""
         own = self.measure or any(runs.settings for runs in self.runs) or len({runs.table for runs in self.runs}) > 1
-        return f"{self.paper}_{f'figure_{self.number}' if own else self.runs[0].table}"
+        return f"{self.paper}_{f'figure_{self.whole}' if own else self.runs[0].table}"
 
 
 def figures(paper: str) -> list[PaperFigure]:
@@ -193,31 +216,30 @@ def figures(paper: str) -> list[PaperFigure]:
     return list(_figures()[paper])
 
 
-def figure(paper: str, number: str) -> PaperFigure:
-    """Returns a figure of a paper.
+def figure(paper: str, number: str) -> list[PaperFigure]:
+    """Returns the drawings of a figure of a paper, or the one that has this letter.
 
     Raises:
-        UserError: If there is no such figure, or it cannot be drawn.
+        UserError: If there is no such figure, or it is a schematic.
     """
-    found = {each.number: each for each in figures(paper)}
-    ensure(number in found, f"figure = {number}: no figure of {paper}; choose from {', '.join(found)}")
-    asked = found[number]
-    ensure(not asked.reason, f"figure = {number} of {paper}: not known: {asked.reason}; see docs/experiments.md")
-    return asked
+    found = [each for each in figures(paper) if number in (each.number, each.whole)]
+    choice = ", ".join(dict.fromkeys(each.whole for each in figures(paper) if not each.schematic))
+    ensure(bool(found), f"figure = {number}: no figure of {paper}; choose from {choice}")
+    ensure(not found[0].schematic, f"figure = {number} of {paper}: it is a schematic; choose from {choice}")
+    return found
 
 
 @cache
 def _figures() -> dict[str, list[PaperFigure]]:
     return {
-        paper: [_figure(paper, str(number), dict(entry)) for number, entry in entries.items()]
+        paper: [_figure(paper, str(number), **entry) for number, entry in entries.items()]
         for paper, entries in _content("paper_figures.yaml").items()
     }
 
 
-def _figure(paper: str, number: str, entry: dict[str, Any]) -> PaperFigure:
-    reason = "it is a schematic" if entry.pop("schematic", False) else entry.pop("not", "")
-    runs = tuple(Selection(**{**each, "table": str(each["table"])}) for each in entry.pop("runs", ()))
-    return PaperFigure(paper, number, reason=reason, runs=runs, metrics=tuple(entry.pop("metrics", ())), **entry)
+def _figure(paper: str, number: str, runs: Sequence[dict[str, Any]] = (), **entry: Any) -> PaperFigure:
+    selected = tuple(Selection(**{**each, "table": str(each["table"])}) for each in runs)
+    return PaperFigure(paper, number, runs=selected, **entry)
 
 
 def _content(file: str) -> Any:

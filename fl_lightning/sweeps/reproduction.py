@@ -202,7 +202,9 @@ def figure_tasks(figure: PaperFigure) -> list[Task]:
     found = []
     for runs in figure.runs:
         for task in tasks(select(figure.paper, runs.table, names(runs.rows), names(runs.columns)))[0]:
-            more = replace(task, settings=tuple(shlex.split(runs.settings)), measure=figure.measure, times=figure.times)
+            cells = tuple(replace(cell, algorithm=runs.name or cell.algorithm) for cell in task.cells)
+            settings = tuple(shlex.split(runs.settings))
+            more = replace(task, cells=cells, settings=settings, measure=figure.measure, times=figure.times)
             tried = [(name, value) for name, values in runs.vary.items() for value in values]
             found += [_varied(more, name, value) for name, value in tried] if tried else [more]
     return found

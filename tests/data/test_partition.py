@@ -28,7 +28,7 @@ from fl_lightning.data import (
     Given,
     Natural,
 )
-from fl_lightning.data.histogram import Histogram, class_counts, heat_map
+from fl_lightning.data.histogram import Histogram, class_counts, heat_map, heat_maps
 from fl_lightning.data.partition.base import Partition, sizes
 from fl_lightning.data.partition.dirichlet import CIFAR100_COARSE
 from tests.generated import pickled as written
@@ -714,6 +714,15 @@ def test_heat_map_holds_the_counts():
     assert image.get_array().mask.sum() == 3
     grey = image.cmap(np.linspace(0, 1, 50))[:, :3] @ [0.299, 0.587, 0.114]
     assert (np.diff(grey) < 0).all()  # darker and darker, in grey as well
+
+
+def test_partitions_below_each_other_say_how_they_differ():
+    even, long_tail = np.full((4, 2), 5), np.array([[8, 0], [4, 2]])
+    panels = {name: Histogram("class", ["0", "1"], counts) for name, counts in (("even", even), ("tail", long_tail))}
+    first, bars, *_ = axes = [axes for axes in heat_maps(panels).axes if axes.get_label() != "<colorbar>"]
+    assert first.get_title() == "even: 2 classes a client, class sizes deviate by 0"
+    assert axes[2].get_title() == "tail: 1.5 classes a client, class sizes deviate by 5"
+    assert [[bar.get_width() for bar in of.patches] for of in (bars, axes[3])] == [[20, 20], [12, 2]]
 
 
 def test_heat_map_of_very_many_clients():

@@ -16,11 +16,12 @@ import pytest
 import torch
 import yaml
 
+from fl_lightning import BernoulliSampler
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core import config_of
 from fl_lightning.core.errors import UserError
 from fl_lightning.results.papers import PAPERS, Cell, find
-from fl_lightning.results.recipes import CODE, columns, figure, recipe, rows
+from fl_lightning.results.recipes import columns, figure, recipe, rows, source_of
 from fl_lightning.sweeps.reproduction import figure_tasks, select, tasks
 from tests import generated
 from tests.paper_tables import BLOCK
@@ -117,8 +118,10 @@ def test_row_of_silobn_trains(home: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 UNKNOWN = "+SWA 100"
 """What the paper does not explain, so that there is no recipe."""
-CELLS = [cell for cell in find() if cell.dataset and cell.table not in CODE and not cell.algorithm.endswith(UNKNOWN)]
-"""All cells of the papers' tables that are of a run, but for those of the codes' README files."""
+CELLS = [cell for cell in find() if cell.dataset and cell.heterogeneity and not cell.algorithm.endswith(UNKNOWN)]
+"""All cells that are of a run; those without heterogeneity are times of a README's table."""
+SOURCES = (*PAPERS, "FL-Simulator", "FL-SAM")
+"""Papers, and READMEs of their codes, which have rows and columns of their own."""
 
 
 Command = tuple[str, Path, tuple[str, ...]]
@@ -153,20 +156,23 @@ def test_files_have_the_cohort_and_the_epochs_of_a_column() -> None:
 
 
 def test_every_row_is_of_use() -> None:
-    used = {(c.paper, name) for c in CELLS for name in (c.algorithm, *(f"+{p}" for p in c.algorithm.split("+")[1:]))}
-    used |= {(c.paper, c.algorithm.split("+")[0].split(" ")[0]) for c in find()}
-    for paper in PAPERS:
-        for row in rows(paper):
-            assert all((paper, name) in used for name in row.names), (paper, row)
-            assert any(fnmatchcase(file, over) for over in row.over for file in columns(paper).values()), (paper, row)
+    used = {
+        (source_of(c), name) for c in CELLS for name in (c.algorithm, *(f"+{p}" for p in c.algorithm.split("+")[1:]))
+    }
+    used |= {(source_of(c), c.algorithm.split("+")[0].split(" ")[0]) for c in find()}
+    for source in SOURCES:
+        files = [text.split(" ")[0] for text in columns(source).values()]
+        for row in rows(source):
+            assert all((source, name) in used for name in row.names), (source, row)
+            assert any(fnmatchcase(file, over) for over in row.over for file in files), (source, row)
 
 
 def test_what_has_no_recipe_says_so() -> None:
     (cell,) = find(paper="fedgf", table="3", algorithm="FedGF", metric="models_per_client")
     with pytest.raises(UserError, match=r"^table = 3: our copy of the paper names no data set for this number"):
         recipe(cell)
-    with pytest.raises(UserError, match=r"^table = FL-SAM: the README of the paper's code has settings of its own"):
-        recipe(find(paper="fedgmt", table="FL-SAM")[0])
+    with pytest.raises(UserError, match=r"^table = FL-SAM: no config for CIFAR10, FLSAMCNN, ; see docs/experiments.md"):
+        recipe(find(paper="fedgmt", table="FL-SAM", metric="seconds_per_round")[0])
     for cell in find(paper="fedsam", table="7"):
         if cell.algorithm.endswith(UNKNOWN):
             with pytest.raises(
@@ -195,6 +201,8 @@ def test_what_has_no_recipe_says_so() -> None:
         ("fedsam", "7", "Landmarks, MobileNetV2GN, users", "FedAvg+SWA 75", "--config compositions/swa"),
         ("fedsam", "2", "CIFAR10, HsuCNN, alpha=0", "FedASAM+SWA",
          "--model FedASAM --model.rho 0.7 --model.eta 0.2 --config compositions/swa"),
+        ("fedgmt", "FL-SAM", "CIFAR10, ResNet18GN, IID", "FedSAM",
+         "--config presets/flsam/common --config presets/flsam/images --model FedSAM --model.rho 0.01"),
     ],
 )  # fmt: skip
 def test_recipes_by_hand(paper: str, table: str, column: str, algorithm: str, expected: str) -> None:
@@ -295,10 +303,9 @@ ROWS = {"SAM": "FedSAM", "ASAM": "FedASAM", **dict.fromkeys(("SGD", "SWA", "Mixu
 def check(parsed: FederatedCLI, command: Command, cell: Cell) -> None:
     _, file, settings = command
     cohort, _, clients = cell.participation.partition("/")
-    flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
     overlay = [f"--config={ROOT / 'configs' / 'debug' / 'landmarks.yaml'}"] if file.stem == "landmarks" else []
     with torch.device("meta"):  # no weights are drawn
-        made = parsed.make(f"--config={file}", *overlay, *settings, *flags)
+        made = parsed.make(f"--config={file}", *overlay, *settings, *recipe(cell).column)
     base, *added = re.split(r" |\+", cell.algorithm)[0], *cell.algorithm.split("+")[1:]
     assert type(made.model).__name__ == ROWS.get(base, base), cell
     assert (made.model.averaging is not None) == ("SWA" in cell.algorithm), cell
@@ -307,7 +314,13 @@ def check(parsed: FederatedCLI, command: Command, cell: Cell) -> None:
     for ascent in {"SAM", "ASAM"} & {word for part in added for word in part.split(" ")}:
         assert type(made.model.ascent).__name__ == ascent, cell
     if clients:
-        assert (made.trainer.sampler.clients_per_round, made.data.num_clients) == (int(cohort), int(clients))
+        sampler = made.trainer.sampler
+        mean = sampler.p * int(clients) if isinstance(sampler, BernoulliSampler) else sampler.clients_per_round
+        assert (mean, made.data.num_clients) == (int(cohort), int(clients))
+        assert type(made.model.net).__name__ == cell.model
+    if source_of(cell) != cell.paper:  # the numbers of the README
+        assert made.trainer.max_rounds == (1000 if "1000 rounds" in cell.note else 500)
+        assert made.data.batch_size == (25 if "batches of 25" in cell.note else 50)
 
 
 @pytest.mark.slow
@@ -325,8 +338,9 @@ def test_page_holds_numbers_files_rows_and_figures() -> None:
     pages = {path: path.read_text() for path in (PAGE, *PAPER_PAGES)}
     found = [(kind, *filter(None, of)) for page in pages.values() for kind, *of, _ in BLOCK.findall(page)]
     repeats = ("papers", "fedgloss", "7")  # tests/results/test_papers.py
-    tables = {("papers", c.paper, c.table) for c in find() if c.table not in CODE} - {repeats}
-    expected = tables | {(kind, paper) for kind in ("files", "rows", "figures") for paper in PAPERS}
+    tables = {("papers", c.paper, c.table) for c in find()} - {repeats}
+    expected = tables | {(kind, paper) for kind in ("files", "figures") for paper in PAPERS}
+    expected |= {(kind, source) for kind in ("files", "rows") for source in SOURCES}
     assert len(found) == len({*found}) and {*found} == expected | {("known", "cells"), ("known", "figures")}
 
 
@@ -350,7 +364,7 @@ def test_code_of_the_page(
         if words[1] == "reproduce":
             asked = FederatedCLI(*words[1:]).config
             if asked.table.startswith("fig"):
-                assert figure_tasks(figure(asked.paper, asked.table.removeprefix("fig"))), words
+                assert all(map(figure_tasks, figure(asked.paper, asked.table.removeprefix("fig")))), words
                 continue
             named = [listed.split(",") if listed else [] for listed in (asked.rows, asked.columns)]
             assert tasks(select(asked.paper, asked.table, *named))[0], words

@@ -620,6 +620,12 @@ def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Pat
     cli("landscape", "--ckpt_path", a, f"--compare=[{b},{c}]", "--kind=plane", "--points=3", f"--out={tmp_path}")
     (plane,) = json.loads((tmp_path / "plane.json").read_text()).values()
     assert len(plane["models"]) == 3 and all(max(m["residual"]) < 1e-5 for m in plane["models"].values())
+    cli("landscape", "--ckpt_path", a, "--clients=[0,2,5]", "--kind=plane", "--points=3", f"--out={tmp_path}/local")
+    (plane,) = json.loads((tmp_path / "local" / "plane.json").read_text()).values()
+    assert [*plane["models"]] == ["client 0", "client 2", "client 5"]
+    assert all(max(m["residual"]) < 1e-5 for m in plane["models"].values())
+    ends = np.array([m["coordinates"][0] for m in plane["models"].values()])
+    assert abs(np.linalg.det(ends[1:] - ends[0])) > 1e-9  # three models that are not on a line
     cli("interpolate", a, b, "--points=4", f"--out={tmp_path}")
     (line,) = json.loads((tmp_path / "interpolate.json").read_text()).values()
     cli("test", "--config", str(runs["a"] / "config.yaml"), "--ckpt_path", a)
@@ -678,6 +684,7 @@ def test_fedgmt_has_a_fourth_path(tmp_path: Path) -> None:
         (["interpolate", "--a=CKPT", "--b=CKPT"], "--a: no option; give it by its place: fl-lightning interpolate A B"),
         (["flatness", "--ckpt_path=nowhere.ckpt", "--config=CONFIG"], "nowhere.ckpt: no such file"),
         (["landscape", "--ckpt_path=CKPT", "--kind=plane"], "compare = []: a plane goes through two checkpoints more"),
+        (["landscape", "--ckpt_path=CKPT", "--kind=plane", "--clients=[1]"], "or through the models of three clients"),
         (["landscape", "--ckpt_path=CKPT", "--clients=[77]"], "clients = 77: from 0 to 5"),
         (["landscape", "--ckpt_path=CKPT", "--labels=[a,b]"], "labels = ['a', 'b']: give a name for each model, none"),
         (["landscape", "--ckpt_path=CKPT", "--points=1"], "points = 1: give a whole number from 2 to 10,000"),

@@ -11,12 +11,14 @@ from fl_lightning.results import (
     EVALUATED,
     MEASURED,
     PaperFigure,
+    clients_of,
     config_of,
     our_number,
     plot_bars,
     plot_by_client,
     plot_corruptions,
     plot_lines,
+    say,
     summarise,
 )
 from fl_lightning.results.clients import FILE as CLIENTS
@@ -59,14 +61,16 @@ def draw(figure: PaperFigure, made: Made, folder: Path, points: int | None) -> l
         UserError: If a run has not measured what is drawn.
     """
     before = _pictures(folder)
-    whole = {"bars": _bars, "lines": _lines}
-    if figure.draws in whole:
-        save_figure(whole[figure.draws](figure, made, folder), folder / figure.draws)
+    if figure.draws in WHOLE:
+        save_figure(WHOLE[figure.draws](figure, made, folder), folder / figure.draws)
     else:
-        for title, shown in panels(made).items():
+        beside = {task: runs for task, runs in made.items() if task.recipe.command == "centralized"}
+        for title, shown in panels({task: runs for task, runs in made.items() if task not in beside}).items():
             place = folder / title.replace("/", "of").replace(", ", "_")
             if figure.draws in (*LANDSCAPES, "line"):
                 _landscape(figure, {label: runs[0] for label, runs in shown.items()}, place, points)
+            elif figure.draws == "curves":
+                save_figure(_curves(figure, shown, beside), place / figure.draws)
             else:
                 save_figure(DRAWN[figure.draws](figure, shown), place / figure.draws)
     return sorted(path for path, written in _pictures(folder).items() if before.get(path) != written)
@@ -101,12 +105,21 @@ def _landscape(figure: PaperFigure, runs: Mapping[str, Path], out: Path, points:
     """Runs ``landscape`` or ``interpolate`` on the checkpoints, with the paper's options."""
     first, *others = [str(RunFolder(run).last) for run in runs.values()]
     options = {"out": out, "labels": json.dumps([*runs]), **figure.options, **({"points": points} if points else {})}
+    if classes := figure.options.get("clients"):
+        options["clients"] = [k if isinstance(k, int) else _alone(next(iter(runs.values())), k) for k in classes]
     given = [f"--{n}={str(option).lower() if isinstance(option, bool) else option}" for n, option in options.items()]
     if figure.draws == "line":
         FederatedCLI("interpolate", first, others[0], *given).run()
     else:
         given += [f"--ckpt_path={first}", f"--compare={json.dumps(others)}", f"--kind={figure.draws}"]
         FederatedCLI("landscape", *given).run()
+
+
+def _alone(run: Path, images: str) -> int:
+    found = clients_of(run, images)
+    ensure(bool(found), f"{run}: no client has images of {images} alone, which the figure needs; take its own data")
+    say(f"client {found[0]}: images of {images}")
+    return found[0]
 
 
 def _title(figure: PaperFigure) -> str:
@@ -157,7 +170,8 @@ def _places(made: Made) -> list[str]:
     return [", ".join(part for part in text.split(", ") if part not in tried) for text in differing(places)]
 
 
-def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
+def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]], beside: Made) -> Figure:
+    """Draws curves of the runs, and how centralized ones end as dashed lines."""
     groups = read({label: [folder / FILE for folder in folders] for label, folders in runs.items()})
     for label, columns in groups.items():
         for name in figure.metrics:
@@ -165,7 +179,11 @@ def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
                 any(name in measured for measured in columns),
                 f"{runs[label][0]}: {name} is not measured; take another --out",
             )
-    return draw_curves(groups, figure.metrics)
+    levels = {
+        f"centralized {task.cells[0].algorithm}": average([summarise(run).mean for run in own])
+        for task, own in beside.items()
+    }
+    return draw_curves(groups, figure.metrics, levels=levels)
 
 
 def _spectrum(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
@@ -192,14 +210,21 @@ def _by_client(run: Path, name: str) -> dict[int, list[tuple[float, float]]]:
     return grouped((k, (t, x)) for k, t, x in values if x is not None)
 
 
-def _cost(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
-    """Draws what clients have sent and received against their passes, until FedAvg's headline or the end."""
-    target, lines = average([summarise(run).mean for run in runs["FedAvg"]]), {}
-    for label, (run, *_) in runs.items():
-        found, reached = read_metrics(run / FILE), summarise(run, target=target).target_round
-        passes, bits = ([y for at, y in found[name] if not reached or at <= reached] for name in SPENT)
-        lines[label if reached else f"{label} (not reached)"] = [(0, [0.0]), (passes[-1], [bits[-1] / 8e9])]
-    return plot_lines({"forward and backward passes of all clients": lines}, "communication (GB)")
+def _cost(figure: PaperFigure, made: Made, folder: Path) -> Figure:
+    """Draws what clients have sent and received against their passes until FedAvg's headline, a point a column."""
+    lines: dict[str, list[tuple[float, list[float]]]] = {}
+    for runs in panels(made).values():
+        target = average([summarise(run).mean for run in runs["FedAvg"]])
+        for label, (run, *_) in runs.items():
+            found, reached = read_metrics(run / FILE), summarise(run, target=target).target_round
+            passes, bits = ([y for at, y in found[name] if at <= (reached or 0)] for name in SPENT)
+            lines.setdefault(label, []).extend([(passes[-1], [bits[-1] / 8e9])] if reached else [])
+    most = max(map(len, lines.values()))
+    shown = {
+        text if len(points) == most else f"{text} ({most - len(points)} not reached)": points
+        for text, points in lines.items()
+    }
+    return plot_lines({"forward and backward passes of all clients": shown}, "communication (GB)")
 
 
 def _corruptions(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
@@ -215,6 +240,8 @@ def _corruptions(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Fig
     return plot_corruptions(found)
 
 
+WHOLE: dict[str, Callable[[PaperFigure, Made, Path], Figure]] = {"bars": _bars, "lines": _lines, "cost": _cost}
+"""Drawings with all columns in one picture."""
 DRAWN: dict[str, Callable[[PaperFigure, Mapping[str, Sequence[Path]]], Figure]] = {
-    "curves": _curves, "spectrum": _spectrum, "clients": _clients, "cost": _cost, "corruptions": _corruptions,
+    "spectrum": _spectrum, "clients": _clients, "corruptions": _corruptions,
 }  # fmt: skip
