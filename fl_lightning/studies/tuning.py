@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from fl_lightning.core import ensure, grouped
 from fl_lightning.results import headline, read_run, write_table
-from fl_lightning.sweeps.parameters import Parameter
 
 TUNING = "tuning.csv"
 """In a store: the settings that each method has tried, the best first; the published ones are empty."""
@@ -31,8 +30,15 @@ def tried(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     Raises:
         UserError: If a range is wrong, or two settings would be correlated over the draws.
     """
+    from fl_lightning.sweeps.parameters import Parameter  # needs torch; a page needs none
+
     entries = [given["ranges"][each] for each in given["methods"][name][1:]]
-    ranges = [_parameter(entry) for entry in entries]
+    log = {"distribution": "log_uniform_values"}
+    options = [{key: value for key, value in entry.items() if key not in ("key", "times")} for entry in entries]
+    ranges = [
+        Parameter.of(entry["key"], own if "values" in own else log | own)
+        for entry, own in zip(entries, options, strict=True)
+    ]
     settings: list[dict[str, Any]] = [{}]
     for point in points(given["draws"], max(len(names) for _, *names in given["methods"].values())):
         own: dict[str, Any] = {}
@@ -121,8 +127,3 @@ def front(store: Path) -> list[dict[str, Any]]:
     ]
     best = [line for x, y, line in points if not any(v > x and w > y for v, w, _ in points)]
     return sorted(best, key=lambda line: -float(line[METRIC]))
-
-
-def _parameter(entry: Mapping[str, Any]) -> Parameter:
-    log = {} if "values" in entry else {"distribution": "log_uniform_values"}
-    return Parameter.of(entry["key"], {**log, **{k: v for k, v in entry.items() if k not in ("key", "times")}})
