@@ -21,7 +21,7 @@ from fl_lightning.results import headline, write_table
 from fl_lightning.results.configs import flatten
 from fl_lightning.results.rows import ABOUT, Store, alone
 from fl_lightning.studies.store import add
-from fl_lightning.studies.suite import RUNNER_UP, about_of, frozen
+from fl_lightning.studies.suite import RUNNER_UP, Suite, about_of, frozen
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import Build, Check, Trial, run_trials
@@ -57,10 +57,16 @@ class Study:
         """Returns the study in a folder, with the other attributes.
 
         Raises:
-            UserError: If the folder has none.
+            UserError: If the folder has none, or it is not whole.
         """
         given = about_of(place)
         ensure("methods" in given, f"study = {place}: no {ABOUT} with methods there; write one as in ledger/digits")
+        ranges = {each for method in given["methods"].values() for each in method[1:]}
+        needed = ["fit", "rows", "columns", "seeds", *(["draws", "tuning", "ranges"] if ranges else [])]
+        missing = [key for key in needed if key not in given]
+        missing = missing or [f"ranges.{each}" for each in sorted(ranges - {*given.get("ranges", ())})]
+        ensure(not missing, f"{place / ABOUT}: {', '.join(missing)}: missing; write it as in ledger/digits")
+        Suite.of(place)
         return cls(given, *of)
 
     def run(self, methods: Sequence[str] | None = None) -> Iterator[Path]:
@@ -150,10 +156,10 @@ class Study:
         for _ in Controller(sweep, file.with_suffix(""), [0], seed or 0).run(self.build, check=self.check):
             pass  # one that diverges is a result, too
         draws = [*csv.DictReader((file.with_suffix("") / "sweep.csv").read_text(encoding="utf-8").splitlines())]
-        tried = [draw for draw in draws if draw["state"] == "finished"]
-        ensure(
-            len(tried) > 1, f"{name}: {len(tried)} draws have finished, see {file.with_suffix('')}; give other ranges"
-        )
+        tried = [draw for draw in draws if draw["state"] == "finished" and draw[METRIC]]
+        remedy = "set data.val_fraction in tuning, or give other ranges"
+        few = f"{name}: {len(tried)} draws have {METRIC}, and two are needed, see {file.with_suffix('')}"
+        ensure(len(tried) > 1, f"{few}; {remedy}")
         draws.sort(key=lambda draw: headline(Path(draw["folder"]), LOSS) or 0.0 if draw in tried else 0.0)
         own = [[name, d["state"], d[METRIC], shlex.join(f"{key}={d[key]}" for key in parameters)] for d in draws]
         with alone(self.store):
