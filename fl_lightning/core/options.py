@@ -178,7 +178,7 @@ def check_values(key: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -
         if name in hints and not fits(value, hints[name]):
             words = _words(hints[name])
             shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
-            require(False, f"{key}.{name}".lstrip("."), shown, f"give {_remedy(name, value, hints)}")
+            require(False, f"{key}.{name}".lstrip("."), shown, f"give {_remedy(name, value, hints).rstrip(',')}")
 
 
 def _remedy(name: str, value: Any, hints: Mapping[str, Any]) -> str:

@@ -72,12 +72,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("first", ["net", "net=None", "*args", "net: nn.Module"])
 def test_a_constructor_without_annotations_is_made_from_a_config(first: str, folder: Path) -> None:
     """Its net and optimizer are those of the class below it; the range of its number is its own."""
+    given = first.partition(":")[0].partition("=")[0]
     (folder / "mine.py").write_text(
         "from torch import nn\nfrom fl_lightning import FedProx\n\n\nclass MyProx(FedProx):\n"
         f"    def __init__(self, {first}, optimizer=None, mu=-1, **kwargs):\n"
-        f"        super().__init__({first.partition(':')[0].partition('=')[0]}, optimizer=optimizer, mu=abs(mu), **kwargs)\n"
+        f"        super().__init__({given}, optimizer=optimizer, mu=abs(mu), **kwargs)\n"
     )
-    made = FederatedCLI("fit", "--config=mine.yaml", "--model.mu=-3", "--model.net.hidden=5", "--model.optimizer.lr=0.3")
+    settings = ["--model.mu=-3", "--model.net.hidden=5", "--model.optimizer.lr=0.3"]
+    made = FederatedCLI("fit", "--config=mine.yaml", *settings)
     model = made.build().model
     assert (model.mu, model.optimizer.lr, model.net[1].out_features) == (3, 0.3, 5)
 
