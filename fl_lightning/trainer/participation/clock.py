@@ -8,7 +8,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fl_lightning.core import Checked, Interval, NonNegative, Positive, UserError, ensure
+from fl_lightning.core import Checked, Interval, NonNegative, Positive, UserError, each_once, ensure
 from fl_lightning.trainer.participation.samplers import CohortSampler, UniformSampler
 
 COLUMNS = ("sec_per_sample", "down_mbps", "up_mbps", "latency_s")
@@ -171,7 +171,7 @@ def read_devices(path: str, key: str) -> list[Device]:
             found: list[Mapping[Any, Any]] = [
                 {"sec_per_sample": float(of["computation"]) / 1e3, "latency_s": 0.0,
                  **dict.fromkeys(("down_mbps", "up_mbps"), float(of["communication"]) / 1e3)}
-                for of in json.loads(text).values()
+                for of in json.loads(text, object_pairs_hook=each_once).values()
             ]  # fmt: skip
         else:
             found = list(csv.DictReader(text.splitlines(), skipinitialspace=True))
