@@ -212,6 +212,17 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
         ("--model.ascent=null --model.ascent.rho=1", "model.ascent.rho = 1: give its class first: --model.ascent ASAM"),
         ("--model.optimizer.help Adam", "model.optimizer.help = Adam: no such class; did you mean AdamW?"),
         ("--model.ascent SGD", "model.ascent = SGD: not taken here; choose from ASAM, LESAM, SAM"),
+        (
+            "--trainer.callbacks '[{class_path: FlatnessMonitor, init_args: {every: 2}}]'",
+            "trainer.callbacks.every = 2: no such setting",
+        ),
+        (
+            "--model.ascent '{class_path: SAM, rho: 0.1}'",
+            "model.ascent.rho = 0.1: the settings of a class stand under init_args, as in {class_path: SAM, ",
+        ),
+        ("--model.net torch.nn.Linear", "--model.net.in_features, --model.net.out_features: missing; give a value"),
+        ("--model.net LoRA --model.net.net torch.nn.Linear --model.net.targets [a]", "--model.net.net.in_features, "),
+        ("--data.partition FromFile", "--data.partition.path: missing; give a value"),
     ],
 )
 def test_slips_that_only_the_parser_sees(slip: str, meant: str) -> None:

@@ -235,7 +235,7 @@ def meant(given: str) -> list[str]:
 
 
 def unknown_class(path: str, name: str, wanted: str) -> str:
-    """Returns the message for a class that does not exist.
+    """Returns the message for a class that does not exist or does not fit; none for one that does.
 
     Args:
         path: The key of the setting.
@@ -260,8 +260,8 @@ def unknown_class(path: str, name: str, wanted: str) -> str:
         return f"{path} = {name}: no such class; give --{path} {method} " + " ".join(f"--{keys[p]} {p}" for p in parts)
     if path == "trainer.callbacks" and name in OF_LIGHTNING:
         return callback_of_lightning(name)
-    if name in index()["classes"]:
-        return f"{path} = {name}: not taken here; choose from {', '.join(known or sorted(bases))}"
+    if name in index()["classes"]:  # else its settings are wrong
+        return f"{path} = {name}: not taken here; choose from {', '.join(known)}" if name not in known else ""
     near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     remedy = FOREIGN.get(path, "A class of your own goes by its dotted path")
@@ -292,10 +292,10 @@ def import_problem(name: str) -> str:
     return f"module '{module}' has no attribute '{wanted}'{has}"
 
 
-def given_value(message: str) -> Any:
-    """Returns the outermost value that the parser shows; None if it shows none."""
+def given_value(message: str, which: int = -1) -> Any:
+    """Returns one of the values that the parser shows, the last of which is the outermost; None if it shows none."""
     try:
-        return ast.literal_eval(re.findall(r"Given value: (.*)", message)[-1])
+        return ast.literal_eval(re.findall(r"Given value: (.*)", message)[which])
     except (IndexError, SyntaxError, ValueError):
         return None
 

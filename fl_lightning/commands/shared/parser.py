@@ -165,7 +165,8 @@ class Command:
             parser.epilog = texts.get(f"*{self.rest}")
         parser.add_function_arguments(self.function, skip={*PARTS, "cli", *self.places, *self.flags})
         null = getattr(import_module(self.function.__module__), "NULL", {})
-        parser.set_defaults({name: [{"class_path": each} for each in null[name]] for name in null})
+        added = [name for name in null if any(arg.startswith(f"--{name}+") for arg in self.args)]
+        parser.set_defaults({name: [{"class_path": each} for each in null[name]] for name in added})
 
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:
         """Parses the arguments; an integer may be written as 3.0."""
