@@ -68,7 +68,10 @@ def run(
         The measurements.
     """
     measures = default_measures(model) if metrics is None else metrics
-    ensure(len(measures) > 0, "metrics: none suits this model; give some, such as ClientLambdaMax(clients: own)")
+    ensure(
+        len(measures) > 0,
+        "metrics: none is given, or suits the model; give some, such as ClientLambdaMax(clients: own)",
+    )
     found: list[Measurement] = []
     loaded = trainer.load(model, data, ckpt_path, clients=True)
     check_measures(measures, loaded)

@@ -36,6 +36,7 @@ from .figures import wrapped as wrapped
 from .files import FROZEN as FROZEN
 from .files import check_folder as check_folder
 from .files import disk_error as disk_error
+from .files import each_once as each_once
 from .files import json_text as json_text
 from .files import json_values as json_values
 from .files import make_folder as make_folder

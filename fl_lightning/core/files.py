@@ -226,6 +226,19 @@ def parse_json(text: bytes, path: Path, form: Any) -> Any:
     return found
 
 
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a mapping of JSON, as ``object_pairs_hook``: of a key that is there twice, one value would be lost.
+
+    Raises:
+        ValueError: If a key is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{twice:.40} is there twice; give it once")
+    return found
+
+
 def json_values(value: Any) -> Any:
     """Returns mappings, dataclasses, arrays and numbers as values of JSON, which has neither NaN nor infinity."""
     value = vars(value) if is_dataclass(value) else value

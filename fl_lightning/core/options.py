@@ -102,6 +102,7 @@ class Checked:
         if key is not None:
             cls.config_key = key
         if "__init__" in vars(cls):
+            _annotate(cls)
             cls.__init__ = _checking(cls.__init__)  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
@@ -176,7 +177,7 @@ def check_values(key: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -
         if name in hints and not fits(value, hints[name]):
             words = _words(hints[name])
             shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
-            require(False, f"{key}.{name}".lstrip("."), shown, f"give {_remedy(name, value, hints)}")
+            require(False, f"{key}.{name}".lstrip("."), shown, f"give {_remedy(name, value, hints).rstrip(',')}")
 
 
 def _remedy(name: str, value: Any, hints: Mapping[str, Any]) -> str:
@@ -300,6 +301,21 @@ def _items_fit(items: Sequence[Any], kind: Any, args: tuple[Any, ...]) -> bool:
     if kind is tuple and Ellipsis not in args:
         return len(items) == len(args) and all(map(fits, items, args))
     return all(fits(item, args[0]) for item in items) if args else True
+
+
+def _annotate(cls: type) -> None:
+    """Gives a constructor's parameter without annotation that of a base class, where it is a class: so net is a net.
+
+    The command line makes objects by annotations. Numbers and text of a class may have another range than its base's.
+    """
+    init = vars(cls)["__init__"]
+    for name, parameter in inspect.signature(init).parameters.items():
+        if parameter.annotation is parameter.empty and parameter.kind not in SEVERAL:
+            bases = (base for base in cls.__mro__[1:] if issubclass(base, Checked) and "__init__" in vars(base))
+            hint = next(filter(None, (_signature(vars(base)["__init__"])[1].get(name) for base in bases)), None)
+            kinds = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
+            if all(isinstance(kind, type) and (kind is NoneType or kind not in PLAIN) for kind in kinds):
+                init.__annotations__[name] = hint
 
 
 def _checking(init: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import UserError, ensure, folded, require
+from fl_lightning.core import UserError, each_once, ensure, folded, require
 
 
 def find_files(key: str, folder: str | Path, layout: Sequence[str], home: str) -> list[Path]:
@@ -104,7 +104,7 @@ def read_json(path: Path, convert: Callable[[Any], Any], home: str) -> Any:
         UserError: If the file cannot be read, is not JSON in UTF-8, or cannot be converted.
     """
     try:
-        return convert(json.loads(path.read_text(encoding="utf-8")))
+        return convert(json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=each_once))
     except KeyError as error:
         raise UserError(corrupt_file("data.data_dir", path, f"has no {error}", home)) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:

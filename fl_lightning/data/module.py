@@ -288,6 +288,8 @@ class FederatedDataModule(SampleStore, ABC):
                 draws.append(self.augment.draw(plans[n, count][0], draw))
         drawn = {name: torch.cat([each[name] for each in draws]) for name in (draws or [{}])[0]}
         order = np.concatenate(orders) if orders else np.zeros(0, np.int64)
+        rows = {name: len(v) for name, v in drawn.items() if len(v) != len(order)}
+        ensure(not rows, f"data.augment: draw gives {rows} rows for {len(order)} samples; give one for each")
         return MinibatchTable(self, torch.from_numpy(order), sizes, drawn, dtype)
 
     # Evaluation

@@ -82,7 +82,8 @@ class Classification(Task):
         y = numeric(name, array)
         ensure(
             not y.is_floating_point() and not y.is_complex() and y.dtype != torch.bool,
-            f"{name}: labels are {y.dtype}; convert them to integers 0, 1, ...",
+            f"{name}: labels are {y.dtype}; convert them to integers 0, 1, ..., or set data.task, to regression or "
+            "multilabel",
         )
         ensure(y.ndim == 1, f"{name}: shape {tuple(y.shape)} is not (N,); give one label per sample")
         y = y.long()

@@ -100,7 +100,7 @@ def numeric(name: str, array: Any) -> Tensor:
     except (TypeError, ValueError):
         raise UserError(
             f"{name}: {type(array).__name__} of {np.asarray(array).dtype} is not a numeric array; "
-            "give a numpy array or tensor"
+            "give numbers that torch has, such as float32 or int64"
         ) from None
 
 

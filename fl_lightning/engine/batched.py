@@ -71,7 +71,7 @@ class BatchedEngine(Engine):
             f"trainer.engine = {self.name}: {type(objective.net).__name__} has buffers, which can hold the values of "
             "one client only; use sequential",
         )
-        objective.optimizer.check_batched(f"trainer.engine = {self.name}")
+        objective.optimizer.check_batched(f"trainer.engine = {self.name}", ", or the engine sequential")
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         # clients with about as many steps share a block, so that there is little padding

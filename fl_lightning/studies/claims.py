@@ -12,14 +12,36 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fl_lightning.results import markdown, read_config
+from fl_lightning.core import ensure
+from fl_lightning.core.options import fits
+from fl_lightning.results import markdown
 from fl_lightning.results.compare import Group, apart, compare, interval
-from fl_lightning.results.rows import Store
-from fl_lightning.studies.suite import RUNNER_UP, Suite
+from fl_lightning.results.rows import ROWS, Store
+from fl_lightning.studies.suite import RUNNER_UP, Suite, written
 
 VERDICTS = ("seen", "seen in part", "not seen", "seen and against", "against in part", "against", "open")
 LEANS = {"seen": ", as claimed", "against": ", reversed"}
 """Where the interval of an open claim lies."""
+FORMS: Mapping[str, tuple[Any, str]] = {
+    "stores": (dict[str, str], "the folder of each store and its name"),
+    "title": (str, "text"),
+    "before": (str, "text"),
+    "after": (str, "text"),
+    "claims": (
+        [
+            {
+                "claim": str,
+                "paper": str,
+                "methods": lambda v: fits(v, list[str]) and len(v) == 2,
+                "measure": str,
+                "larger": bool,
+                "beyond?": str,
+            }
+        ],
+        "a list, each with claim, paper, two methods, measure and larger",
+    ),
+}
+"""The forms of the keys of a file of claims, and what to give."""
 LEVEL = 0.05
 """Of the tests of one claim together, by Holm's procedure."""
 LEFT_OUT = (
@@ -66,7 +88,7 @@ def page(file: Path) -> str:
     Raises:
         UserError: If the file or a row is damaged.
     """
-    text = read_config(file)
+    text = written(file, FORMS, "ledger/claims.yaml")
     columns = [column for store, name in text["stores"].items() for column in _columns(file.parent / store, name)]
     lines, verdicts, leanings = [], Counter[str](), Counter[str]()
     for claim in text["claims"]:
@@ -176,6 +198,7 @@ def _base(claim: Mapping[str, Any], column: Column) -> str | None:
 
 
 def _columns(store: Path, name: str) -> Iterator[Column]:
+    ensure((store / ROWS).is_file(), f"stores = {store}: no store there; give one, as in ledger/claims.yaml")
     suite = Suite.of(store)
     for column in sorted({line["column"] for line in Store(store).lines}):
         whole = compare([store / column])

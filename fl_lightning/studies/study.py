@@ -17,7 +17,7 @@ from fl_lightning.core import UserError, ensure, make_folder, write_atomically
 from fl_lightning.results.rows import ABOUT, Store, alone
 from fl_lightning.studies import tuning
 from fl_lightning.studies.store import add
-from fl_lightning.studies.suite import RUNNER_UP, about_of, frozen
+from fl_lightning.studies.suite import RUNNER_UP, Suite, about_of, frozen
 from fl_lightning.sweeps.trials import Build, Check, Trial, run_trials
 
 
@@ -44,10 +44,16 @@ class Study:
         """Returns the study in a folder, with the other attributes.
 
         Raises:
-            UserError: If the folder has none.
+            UserError: If the folder has none, or it is not whole.
         """
         given = about_of(place)
         ensure("methods" in given, f"study = {place}: no {ABOUT} with methods there; write one as in ledger/digits")
+        ranges = {each for method in given["methods"].values() for each in method[1:]}
+        needed = ["fit", "rows", "columns", "seeds", *(["draws", "tuning", "ranges"] if ranges else [])]
+        missing = [key for key in needed if key not in given]
+        missing = missing or [f"ranges.{each}" for each in sorted(ranges - {*given.get("ranges", ())})]
+        ensure(not missing, f"{place / ABOUT}: {', '.join(missing)}: missing; write it as in ledger/digits")
+        Suite.of(place)
         return cls(given, *of)
 
     def run(self, methods: Sequence[str] | None = None) -> Iterator[Path]:

@@ -1,21 +1,57 @@
 """The rules of a suite, as the ``about.yaml`` of a store says them: which rows are comparable, and when they decide."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 
-from fl_lightning.core import UserError, folded
+from fl_lightning.core import UserError, ensure, folded, require
+from fl_lightning.core.options import Interval, check_values, fits
 from fl_lightning.results import load_yaml
 from fl_lightning.results.compare import Group
 from fl_lightning.results.rows import ABOUT
 
 FROZEN = ("suite", "fit", "draws", "tuning", "tuning_seeds", "rows", "columns", "seeds")
 """What ``about.yaml`` says of data, partitions, budgets and measures: another text of these is another suite."""
+
+
+def _is_arguments(value: Any) -> bool:
+    """Returns whether a text can be split into arguments as a shell does."""
+    try:
+        return isinstance(value, str) and shlex.split(value) is not None
+    except ValueError:
+        return False
+
+
+ARGUMENTS = (_is_arguments, "arguments of fit as one text, with its quotes closed")
+FORMS: Mapping[str, tuple[Any, str]] = {
+    "title?": (str, "text"),
+    "text?": (str, "text"),
+    "reference?": (str, "a method"),
+    "verified?": (list[str], "a list of methods"),
+    "runner_up?": (bool, "true or false"),
+    "suite?": (dict[str, Any], "its rules by name"),
+    "fit?": ARGUMENTS,
+    "draws?": (Annotated[int, Interval("[2, inf)")], "a whole number of at least 2"),
+    "tuning?": ARGUMENTS,
+    "rows?": ARGUMENTS,
+    "columns?": (lambda v: fits(v, dict[str, Any]) and all(map(_is_arguments, v.values())), "arguments by column"),
+    "seeds?": (list[int], "a list of whole numbers"),
+    "ranges?": (
+        lambda v: fits(v, dict[str, Any]) and all(fits(each, {"key": str}) for each in v.values()),
+        "for each range its key, and min and max or values",
+    ),
+    "methods?": (
+        lambda v: fits(v, dict[str, list[str]]) and all(each and _is_arguments(each[0]) for each in v.values()),
+        "for each method a list: its arguments, and the names of its ranges",
+    ),
+}
+"""The forms of the keys of ``about.yaml``, and what to give; see `written`."""
 RUNNER_UP = " (runner-up)"
 """Ends the name of a method that is trained with its second-best settings."""
 
@@ -52,10 +88,12 @@ class Suite:
         Raises:
             UserError: If its file is not readable, or has another key.
         """
-        try:
-            return cls(**about_of(store).get("suite", {}))
-        except TypeError as error:
-            raise UserError(f"{store / ABOUT}: suite: {error}; give {', '.join(cls.__dataclass_fields__)}") from None
+        given = about_of(store).get("suite", {})
+        hints = get_type_hints(cls)
+        for name in given:
+            require(name in hints, f"{store / ABOUT}: suite.{name}", given[name], f"give {', '.join(hints)}")
+        check_values(f"{store / ABOUT}: suite", given, hints)
+        return cls(**given)
 
     def survivors(self, group: Group) -> tuple[Group, list[str]]:
         """Returns a group without the runs that have collapsed, and the seeds of these."""
@@ -73,13 +111,32 @@ def about_of(store: Path) -> dict[str, Any]:
     """Returns what ``about.yaml`` of a store says; nothing without one.
 
     Raises:
-        UserError: If it is not readable.
+        UserError: If it is not readable, or a key has another form.
     """
-    path = store / ABOUT
+    return written(store / ABOUT, FORMS, "ledger/digits") if (store / ABOUT).is_file() else {}
+
+
+def written(path: Path, forms: Mapping[str, tuple[Any, str]], like: str) -> dict[str, Any]:
+    """Returns the content of a YAML file that people write.
+
+    Args:
+        path: The file.
+        forms: By key, the form of its value (see `fl_lightning.core.options.fits`) and what to give; a key that ends
+            in ``?`` may be missing, and other keys are free.
+        like: An example of such a file.
+
+    Raises:
+        UserError: If it is not readable, or has not this form.
+    """
     try:
-        return dict(load_yaml(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        found = dict(load_yaml(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: not readable ({folded(error)}); give a YAML file, as in ledger/digits") from None
+        raise UserError(f"{path}: not readable ({folded(error)}); give a YAML file, as in {like}") from None
+    for name, (form, what) in forms.items():
+        key = name.removesuffix("?")
+        shown = f"{key} = {found[key]!s:.60}" if key in found else f"{key}: missing"
+        ensure(fits(found, {name: form}), f"{path}: {shown}; give {what}, as in {like}")
+    return found
 
 
 def frozen(about: Mapping[str, Any]) -> str:

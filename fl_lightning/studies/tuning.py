@@ -113,7 +113,8 @@ def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
         UserError: If fewer than two settings have finished.
     """
     ended = [line for line in lines if math.isfinite(float(line[METRIC]))]
-    ensure(len(ended) > 1, f"{lines[0]['method']}: {len(ended)} settings have finished; give other ranges")
+    few = f"{lines[0]['method']}: {len(ended)} settings have {METRIC}, and two are needed"
+    ensure(len(ended) > 1, f"{few}; set data.val_fraction in tuning, or give other ranges")
     least = float(ended[0][METRIC]) - float(ended[0][ERROR])
     ties = [line for line in ended if not line["settings"] and float(line[METRIC]) >= least]
     ordered = ties + [line for line in ended if line not in ties]

@@ -1,5 +1,6 @@
 """Checks before the first round: net, loss and data fit together."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from inspect import signature
@@ -45,7 +46,7 @@ def check_fit(run: Run) -> None:
         tokens = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.bool)
         remedy = "choose a net for this data" + ", or give images as uint8 or float: whole numbers are tokens" * tokens
         raise UserError(
-            f"model.net = {net} cannot take a batch of shape {shape} ({_first_line(error)}); {remedy}"
+            f"model.net = {net} cannot take a batch of shape {shape} ({_first_line(error)}); {_remedy(error, remedy)}"
         ) from None
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     sparse = [n for n, each in objective.net.named_modules() if isinstance(each, embeddings) and each.sparse]
@@ -155,6 +156,12 @@ def _first_line(error: Exception) -> str:
     return f"{(str(error) or type(error).__name__).splitlines()[0]:.80}"
 
 
+def _remedy(error: Exception, otherwise: str) -> str:
+    """Returns what helps where torch lacks an operation in a precision, else what helps in general."""
+    lacking = re.search("not implemented for '(BFloat16|Double)'", str(error))
+    return "torch has it not in this trainer.precision; set that to 32-true" if lacking else otherwise
+
+
 def _zeros(shapes: Mapping[str, list[int]], like: Tensor, name: str, _: object) -> Tensor:
     return like.new_zeros(2, *shapes[name])
 
@@ -168,7 +175,7 @@ def _check_loss(run: Run, logits: Tensor, y: Tensor) -> None:
     except MISFIT as error:
         raise UserError(
             f"model.loss = {loss} cannot take logits {tuple(logits.shape)} and labels {tuple(y.shape)} "
-            f"({_first_line(error)}); choose a loss {run.data.task.remedy}"
+            f"({_first_line(error)}); {_remedy(error, f'choose a loss {run.data.task.remedy}')}"
         ) from None
     ensure(
         shape == (len(y),),

@@ -238,9 +238,11 @@ def _model_identity(run: Run) -> dict[str, Any]:
 def _check_identity(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for key, value in here.items():
         made, has = _apart(str(saved.get(key)), str(value))
+        back = ", and put its files and partition back as they were" * (key == "data")
         ensure(
             saved.get(key) == value,
-            f"ckpt_path = {path}: made with {key} = {made}, this run has {has}; resume with the run's own config.yaml",
+            f"ckpt_path = {path}: made with {key} = {made}, this run has {has}; resume with the run's own config.yaml"
+            + back,
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning.fabric.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
@@ -28,6 +29,7 @@ from fl_lightning.core import (
     generator,
     generators,
     seeded,
+    similar,
 )
 from fl_lightning.data import FederatedDataModule, Minibatches, MinibatchTable
 from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult, dry_step
@@ -62,6 +64,13 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         made = super().__new__(cls)
         made._made = args, kwargs
         return made
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        hooks = [name for name in dir(Callback) if name.startswith("on_")]
+        for name in (name for name in vars(cls) if name.startswith("on_") and name not in hooks):
+            near = " or ".join(similar(name, hooks) or hooks)
+            rank_zero_warn(f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean {near}?")
 
     def reset(self) -> None:
         """Forgets an earlier run when a trainer begins one: calls the constructor once more with the same arguments."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import product
 from pathlib import Path
@@ -234,6 +235,9 @@ def test_evaluation_of_a_checkpoint(done: Path, capfd: pytest.CaptureFixture[str
         more = ["--metrics=[LPF]"] if command == "flatness" else []
         with pytest.raises(SystemExit, match=f"so there is no global model for {what}; evaluate the clients' own"):
             cli(command, "--ckpt_path", checkpoint, *more)
+    cli("flatness", "--ckpt_path", checkpoint, f"--out={done / 'flat'}")  # what suits this model
+    found = json.loads((done / "flat/flatness.json").read_text())
+    assert "lambda_max" in str(found) and "discrepancy" not in str(found)
 
 
 def loss_by_class(golden: Golden, net: nn.Module, k: int) -> float:

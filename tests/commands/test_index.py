@@ -16,7 +16,7 @@ from fl_lightning.commands.shared.arguments import config_names
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.index import FILE, ArgumentsError, help_of, index, keys_of
 from fl_lightning.commands.shared.messages import explain
-from fl_lightning.commands.shared.parser import check_early
+from fl_lightning.commands.shared.parser import Command, check_early
 
 
 @pytest.mark.slow
@@ -211,11 +211,54 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
         ),
         ("--model.ascent=null --model.ascent.rho=1", "model.ascent.rho = 1: give its class first: --model.ascent ASAM"),
         ("--model.optimizer.help Adam", "model.optimizer.help = Adam: no such class; did you mean AdamW?"),
+        ("--model.ascent SGD", "model.ascent = SGD: not taken here; choose from ASAM, LESAM, SAM"),
+        (
+            "--trainer.callbacks '[{class_path: FlatnessMonitor, init_args: {every: 2}}]'",
+            "trainer.callbacks.every = 2: no such setting",
+        ),
+        (
+            "--model.ascent '{class_path: SAM, rho: 0.1}'",
+            "model.ascent.rho = 0.1: the settings of a class stand under init_args, as in {class_path: SAM, ",
+        ),
+        ("--model.net torch.nn.Linear", "--model.net.in_features, --model.net.out_features: missing; give a value"),
+        ("--model.net LoRA --model.net.net torch.nn.Linear --model.net.targets [a]", "--model.net.net.in_features, "),
+        ("--data.partition FromFile", "--data.partition.path: missing; give a value"),
     ],
 )
 def test_slips_that_only_the_parser_sees(slip: str, meant: str) -> None:
     found = line_of(FederatedCLI, "fit", "--config=quickstart", *shlex.split(slip))
     assert found is not None and meant in found
+
+
+@pytest.mark.parametrize(
+    ("args", "flag", "places"),
+    [
+        (["compare", "--importance", "a", "b"], "importance", {"runs": ["a", "b"]}),
+        (["compare", "a", "--importance"], "importance", {"runs": ["a"]}),
+        (["compare", "--importance", "true", "a"], "importance", {"runs": ["a"]}),
+        (["compare", "--importance=true", "a"], "importance", {"runs": ["a"]}),
+        (["reproduce", "--dry-run", "fedsam", "1"], "dry_run", {"paper": "fedsam", "table": "1"}),
+        (["runs", "--delete", "--yes", "a"], "delete", {"folders": ["a"]}),
+    ],
+)
+def test_a_flag_may_stand_before_a_place(args: list[str], flag: str, places: dict[str, object]) -> None:
+    config = Command(*args).config
+    assert config[flag] is True and {name: config[name] for name in places} == places
+    off = Command("compare", "--importance", "false", "a").config
+    assert off["importance"] is False and off["runs"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "line"),
+    [
+        ("LocalMuon", "SGD", "model.optimizer = SGD: not taken here; choose from Muon"),
+        ("LocalMuon", "TorchOptimizer", "model.optimizer = TorchOptimizer: not taken here; choose from Muon"),
+        ("FedAdamW", "Adam", "model.optimizer = Adam: no such class; did you mean AdamW?"),
+    ],
+)
+def test_an_optimizer_that_the_algorithm_does_not_take_is_not_offered(model: str, optimizer: str, line: str) -> None:
+    args = [f"--model={model}", "--model.net=DigitsMLP", "--data=Digits", f"--model.optimizer={optimizer}"]
+    assert line_of(FederatedCLI, "fit", *args) == line
 
 
 def test_a_file_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +275,11 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     for key in ("model.net", "trainer.callbacks"):
         found = line_of(FederatedCLI, "fit", "--config=quickstart", f"--{key}=mine.py")
         assert found == f"{key} = mine.py: no dotted path of a class; give one, such as mine.CLASS"
+    given = FederatedCLI("fit", "--config=quickstart", "--model.init_weights=mine.py")  # a setting that is no class
+    assert given.config.model.init_args.init_weights == "mine.py"
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    found = line_of(check_early, "interpolate", "run", "run")
+    assert found is not None and found.endswith("give a checkpoint file, 'last' or 'best'")
 
 
 def test_a_key_of_a_file_is_named_in_full(tmp_path: Path) -> None:

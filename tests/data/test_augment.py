@@ -25,6 +25,18 @@ def draws(augment: Augment, sizes: list[int], seed: int = 0) -> dict[str, Tensor
     return augment.draw(sizes, torch.Generator().manual_seed(seed))
 
 
+def test_draws_of_another_number_of_rows_are_refused() -> None:
+    class Few(Augment):
+        def draw(self, sizes: list[int], generator: torch.Generator) -> dict[str, Tensor]:
+            return {"few": torch.rand(3, generator=generator)}
+
+    module = data()
+    module.augment = Few()
+    module.setup()
+    with pytest.raises(UserError, match=r"data\.augment: draw gives {'few': 3} rows for 4 samples; give one for each"):
+        module.client_batches(0, 1, 1, generator(0, "check"), torch.float32)
+
+
 @pytest.mark.parametrize("size", [4, 5, 30])
 def test_cutout_is_one_clipped_hole(size: int) -> None:
     """As in DeVries and Taylor's code: from ``centre - size // 2``, ``size`` wide, cut off at the edges."""

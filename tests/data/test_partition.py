@@ -634,6 +634,7 @@ def test_clients_are_ordered_as_numbers(tmp_path):
         ("f.json", "[[0, 1], [], [3]]", "leaves client 1 without data"),
         ("g.json", "{not json", "is not a split in a known format"),
         ("h.json", "[[0.5], [1], [2]]", "index 0.5 is not an integer"),
+        ("twice.json", '{"0": [0], "1": [1], "0": [2], "2": [3]}', "0 is there twice; give it once"),
         ("binary.json", "\xff" * 999, "…"),  # its bytes are cut
         ("i.json", "7", "is not a split in a known format"),
         ("j.csv", "a,b\n1,2\n", "is not a split in a known format"),

@@ -180,7 +180,7 @@ NONE = "for classes, these targets are none; choose"
         ("regression", {"y": NUMBERS[:, :, None]}, {}, r"y_train: torch.float64 \(30, 2, 1\) are not numbers"),
         ("multilabel", {"y": NUMBERS}, {}, r"y_train: torch.float64 \(30, 2\) are not zeros and ones"),
         ("multilabel", {"y": TAGS[:, 0]}, {}, r"y_train: torch.int64 \(30,\) are not zeros and ones"),
-        ("classification", {"y": NUMBERS[:, 0]}, {}, "y_train: labels are torch.float64; convert them to integers"),
+        ("classification", {"y": NUMBERS[:, 0]}, {}, "y_train: labels are .*, or set data.task, to reg"),
         ("classification", {"y": TAGS[:, 0]}, {"loss": nn.MSELoss()}, "model.loss = MSELoss cannot take logits"),
         ("ranking", {"y": TAGS}, {}, "data.task = ranking: give one of classification, regression, multilabel"),
     ],

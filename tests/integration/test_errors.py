@@ -183,6 +183,18 @@ def shows(message: str, *parts: str) -> None:
         # the cohort
         ("--trainer.clients_per_round=7", "trainer.clients_per_round = ", "7", "take at most 6"),
         (
+            "--trainer.sampler=UniformSampler --trainer.sampler.clients_per_round=7",
+            "that of trainer.sampler",
+            "7",
+            "take at most 6",
+        ),
+        (
+            "--trainer.precision=bf16-mixed --model.loss=torch.nn.MultiMarginLoss",
+            "model.loss = ",
+            "MultiMarginLoss",
+            "not in this trainer.precision; set that to 32-true",
+        ),
+        (
             "--trainer.sampler=ReplaySampler --trainer.sampler.rounds=trace.json --trainer.max_rounds=5",
             "trainer.sampler.rounds holds 2",
             "max_rounds = 5",

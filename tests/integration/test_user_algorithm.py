@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from fl_lightning.commands.shared.cli import FederatedCLI
 from tests.runs import SCRIPT, assert_same, cli, last, metrics, newest, process, run, state
 
 MYPROX = '''
@@ -66,6 +67,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     sys.modules.pop("mine", None)
+
+
+@pytest.mark.parametrize("first", ["net", "net=None", "*args", "net: nn.Module"])
+def test_a_constructor_without_annotations_is_made_from_a_config(first: str, folder: Path) -> None:
+    """Its net and optimizer are those of the class below it; the range of its number is its own."""
+    given = first.partition(":")[0].partition("=")[0]
+    (folder / "mine.py").write_text(
+        "from torch import nn\nfrom fl_lightning import FedProx\n\n\nclass MyProx(FedProx):\n"
+        f"    def __init__(self, {first}, optimizer=None, mu=-1, **kwargs):\n"
+        f"        super().__init__({given}, optimizer=optimizer, mu=abs(mu), **kwargs)\n"
+    )
+    settings = ["--model.mu=-3", "--model.net.hidden=5", "--model.optimizer.lr=0.3"]
+    made = FederatedCLI("fit", "--config=mine.yaml", *settings)
+    model = made.build().model
+    assert (model.mu, model.optimizer.lr, model.net[1].out_features) == (3, 0.3, 5)
 
 
 @pytest.mark.slow

@@ -134,7 +134,33 @@ def test_a_claims_verdict_is_what_its_deciding_columns_share(verdicts: str, whol
     assert overall(verdicts.split(",")) == whole
 
 
-def test_another_key_of_a_suite_is_a_line(tmp_path: Path) -> None:
-    extract({"about.yaml": "suite: {seed: 5}"}, tmp_path)
-    with pytest.raises(UserError, match=r"about\.yaml: suite: .*'seed'; give name, kind"):
+@pytest.mark.parametrize(
+    ("suite", "line"),
+    [
+        ("{seed: 5}", r"suite\.seed = 5: give name, kind"),
+        ("{seeds: five}", r"suite\.seeds = 'five': give a whole number"),
+        ("5", r"suite = 5; give its rules by name, as in ledger/digits"),
+    ],
+)
+def test_another_key_or_form_of_a_suite_is_a_line(suite: str, line: str, tmp_path: Path) -> None:
+    extract({"about.yaml": f"suite: {suite}"}, tmp_path)
+    with pytest.raises(UserError, match=rf"about\.yaml: {line}"):
         Suite.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"claims": 3}, r"claims = 3; give a list, each with claim, paper, two methods"),
+        ({"claims": [{**CLAIM, "methods": ["A"]}]}, r"claims = .*; give a list, each with"),
+        ({"before": None}, r"before = None; give text, as in ledger/claims\.yaml"),
+        ({"stores": {"none": "small"}}, r"stores = .*none: no store there"),
+    ],
+)
+def test_a_file_of_claims_of_another_form_is_a_line(change: dict[str, Any], line: str, tmp_path: Path) -> None:
+    file = made(tmp_path, {"c/A": BETTER, "c/B": BASE})
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **change}))
+    with pytest.raises(UserError, match=line):
+        page(file)
+    with pytest.raises(UserError, match=r"none\.yaml: not readable .*; give a YAML file, as in ledger/claims\.yaml"):
+        page(tmp_path / "none.yaml")

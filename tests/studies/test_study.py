@@ -59,6 +59,37 @@ def run(root: Path, *args: str) -> None:
     cli("study", "run", str(root / "small"), f"--into={root / 'rows'}", f"--out={root / 'runs'}", *args)
 
 
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"fit": None}, "fit = None; give arguments of fit as one text"),
+        ({"fit": "--trainer.name 'a"}, "fit = --trainer.name 'a; give arguments of fit as one text, with its quotes"),
+        ({"methods": ["FedAvg"]}, r"methods = \['FedAvg'\]; give for each method a list"),
+        ({"methods": {"A": "--model FedAvg"}}, "methods = .*; give for each method a list"),
+        ({"methods": {"A": ["--model FedAvg", "mu"]}}, r"ranges\.mu: missing; write it as in ledger/digits"),
+        ({"ranges": {"lr": {"min": 0.1, "max": 1}}}, "ranges = .*; give for each range its key"),
+        ({"seeds": "0,1"}, "seeds = 0,1; give a list of whole numbers"),
+        ({"draws": 1}, "draws = 1; give a whole number of at least 2"),
+        ({"columns": {"one": None}}, "columns = .*; give arguments by column"),
+        ({"suite": {"seed": 1}}, r"suite\.seed = 1: give name"),
+        *(({key: ...}, f"{key}: missing; write it as in") for key in ("fit", "rows", "columns", "seeds", "tuning")),
+    ],
+)
+def test_a_study_of_another_form_is_a_line(change: dict[str, Any], line: str, tmp_path: Path) -> None:
+    given = {key: value for key, value in {**STUDY, **change}.items() if value is not ...}
+    extract({"small/about.yaml": yaml.safe_dump(given)}, tmp_path)
+    with pytest.raises(SystemExit, match=rf"about\.yaml: {line}"):
+        run(tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_draws_that_hold_no_data_out_say_so(tmp_path: Path) -> None:
+    extract({"small/about.yaml": yaml.safe_dump({**STUDY, "tuning": "--trainer.max_rounds 1"})}, tmp_path)
+    with pytest.raises(SystemExit, match=r"(?s)0 draws have server/val/acc.*set data\.val_fraction in\s+tuning"):
+        run(tmp_path, "--methods=FedAvg")
+
+
 @pytest.mark.slow
 def test_a_study_is_tuned_trained_and_kept(ran: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store(ran / "rows")

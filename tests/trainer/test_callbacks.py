@@ -40,6 +40,16 @@ from tests.runs import assert_same, last, metrics, state
 OPTIONS = {"clients_per_round": 3, "accelerator": "cpu", "threads": 1, "enable_progress_bar": False}
 
 
+def test_a_method_that_is_no_hook_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"Counts\.on_round_ended: no hook, .*; did you mean on_round_end") as said:
+
+        class Counts(Callback):
+            def on_round_ended(self, run: Run) -> None: ...
+            def on_round_end(self, run: Run) -> None: ...
+
+    assert len(said) == 1
+
+
 def fit(
     root: Path, *callbacks: Any, rounds: int = 6, ckpt_path: str | None = None, lr: float = 0.1, **more: Any
 ) -> Run:

@@ -397,7 +397,7 @@ def make(optimizer: Any = None, engine: Any = "sequential", **options: Any) -> R
         (lambda: FedProx(DigitsMLP(4), optimizer=3), r"^model\.optimizer = 3: give SGD or LocalOptimizer or null"),
         (
             lambda: FedAvg(DigitsMLP(4), optimizer=TorchOptimizer()).check_centralized(),
-            r"^centralized training: model\.optimizer = TorchOptimizer steps one client at a time",
+            r"^centralized training: model\.optimizer = TorchOptimizer steps .*; take SGD, AdamW, Lion or Muon$",
         ),
     ],
 )

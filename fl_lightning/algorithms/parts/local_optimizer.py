@@ -153,18 +153,20 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
             UserError: If it does not.
         """
 
-    def check_batched(self, what: str) -> None:
+    def check_batched(self, what: str, otherwise: str = "") -> None:
         """Checks that a step takes several clients.
 
         Args:
             what: What needs it, for the error message.
+            otherwise: What helps beside another optimizer.
 
         Raises:
             UserError: If it takes one client only.
         """
         ensure(
             self.supports_batching,
-            f"{what}: model.optimizer = {type(self).__name__} steps one client at a time; use sequential, or SGD",
+            f"{what}: model.optimizer = {type(self).__name__} steps one client at a time; take SGD, AdamW, Lion or Muon"
+            + otherwise,
         )
 
     @property

@@ -178,7 +178,7 @@ def _with_config_of_run(args: list[str]) -> list[str]:
         positional = not arg.startswith("-") and ("=" in before or not before.startswith("-"))
         named = name == "--ckpt_path" and value not in ("last", "best", "auto", "null", "None", "")
         path = Path(value if named else arg if positional else "")
-        if not named and path.suffix != ".ckpt":
+        if not named and path.suffix != ".ckpt" and not (positional and (path / RunFolder.CHECKPOINTS).is_dir()):
             continue
         RunFolder.find_checkpoint(str(path), Path(), "")
         require(path.suffix not in (".yaml", ".yml"), "ckpt_path", path, "a config; give it as --config")
@@ -218,10 +218,11 @@ def _readable(arg: str) -> str:
         return f"{name}={_loadable(find_config(value))}"
     if not equals or _option(arg) not in PARTS:
         return arg
-    if value.endswith(".py") and Path(value).is_file():  # the parser would read its content
-        raise UserError(unknown_class(name[2:].removesuffix("+"), value, ""))
+    key = name[2:].removesuffix("+")
+    if fitting_classes(key, ()) and value.endswith(".py") and Path(value).is_file():  # the parser would read it
+        raise UserError(unknown_class(key, value, ""))
     try:
-        _check_names(name[2:].removesuffix("+"), load_yaml(value, get_loader("yaml")))
+        _check_names(key, load_yaml(value, get_loader("yaml")))
     except NoValueError as error:
         raise UserError(f"{name[2:]} = {value:.60}: {error}; give another one") from None
     except yaml.YAMLError:

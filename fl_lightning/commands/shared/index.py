@@ -156,8 +156,11 @@ FOREIGN = {
     "--trainer.loggers+=lightning.pytorch.loggers.CometLogger",
 }
 """How classes of other packages are named, by the key of the setting."""
-WHERE = {"data": ("torchvision", "datasets", "MNIST"), "model.optimizer": ("torch", "optim", "Adam")}
-"""Packages and modules whose classes `FOREIGN` tells how to give, and the one that it has as an example."""
+WHERE = {
+    "data": ("torchvision", "datasets", "MNIST", "TorchvisionData"),
+    "model.optimizer": ("torch", "optim", "Adam", "TorchOptimizer"),
+}
+"""Packages and modules whose classes `FOREIGN` tells how to give, the one that it has as an example, and our class."""
 MOST = 300
 """Letters of the parser's own words that a message shows."""
 
@@ -232,7 +235,7 @@ def meant(given: str) -> list[str]:
 
 
 def unknown_class(path: str, name: str, wanted: str) -> str:
-    """Returns the message for a class that does not exist.
+    """Returns the message for a class that does not exist or does not fit; none for one that does.
 
     Args:
         path: The key of the setting.
@@ -257,11 +260,15 @@ def unknown_class(path: str, name: str, wanted: str) -> str:
         return f"{path} = {name}: no such class; give --{path} {method} " + " ".join(f"--{keys[p]} {p}" for p in parts)
     if path == "trainer.callbacks" and name in OF_LIGHTNING:
         return callback_of_lightning(name)
+    if name in index()["classes"]:  # else its settings are wrong
+        return f"{path} = {name}: not taken here; choose from {', '.join(known)}" if name not in known else ""
     near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     remedy = FOREIGN.get(path, "A class of your own goes by its dotted path")
     if path in WHERE:
-        package, module, example = WHERE[path]
+        package, module, example, ours = WHERE[path]
+        if ours not in known:  # as in FedAdamW, whose optimizer is AdamW or below it
+            return f"{path} = {name}: no such class; {choice.strip('.')}"
         home = find_spec(package)  # read and not imported, which takes seconds
         text = Path(home.origin).with_name(module).joinpath("__init__.py").read_text() if home and home.origin else ""
         remedy = remedy.replace(example, name) if re.search(rf"\b{re.escape(name)}\b", text) else remedy
@@ -285,10 +292,10 @@ def import_problem(name: str) -> str:
     return f"module '{module}' has no attribute '{wanted}'{has}"
 
 
-def given_value(message: str) -> Any:
-    """Returns the outermost value that the parser shows; None if it shows none."""
+def given_value(message: str, which: int = -1) -> Any:
+    """Returns one of the values that the parser shows, the last of which is the outermost; None if it shows none."""
     try:
-        return ast.literal_eval(re.findall(r"Given value: (.*)", message)[-1])
+        return ast.literal_eval(re.findall(r"Given value: (.*)", message)[which])
     except (IndexError, SyntaxError, ValueError):
         return None
 

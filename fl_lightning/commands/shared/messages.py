@@ -1,12 +1,14 @@
 """Explains errors of the command line in one line each: the key, the value, and the remedy."""
 
+import ast
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from fl_lightning.commands.shared.arguments import config_names
@@ -126,7 +128,8 @@ def _callback_of_lightning(refusal: _Refusal, match: re.Match[str]) -> str | Non
 
 def _form_of_a_class(refusal: _Refusal, match: re.Match[str]) -> str | None:
     key = refusal.keys[0] if refusal.keys else ""
-    misshapen = next(_misshapen(key, given_value(refusal.message)), None)
+    outer, inner = given_value(refusal.message), given_value(refusal.message, 0)
+    misshapen = next(chain(_misshapen(key, outer), _misshapen(refusal.above, inner)), None)
     return misshapen or _classless(refusal.above, refusal.message)
 
 
@@ -176,9 +179,22 @@ def _missing(refusal: _Refusal, match: re.Match[str]) -> str:
     path, command = refusal.path, refusal.command
     if not path and match[1] not in ("data, model", "data", "model"):
         return f"{match[1]}: missing; {_places(command, match[1])}see `fl-lightning {command} --help`"
-    names = ", ".join(f"--{path}.{name}".replace("--.", "--") for name in match[1].split(", "))
+    within = _within(first_of(r"Given value: (.*)", refusal.message[match.end() :]), match[1].split(", "))
+    names = ", ".join(f"--{'.'.join([path, *within, name])}".replace("--.", "--") for name in match[1].split(", "))
     instead = "" if path else ", --config (such as quickstart) or --ckpt_path (runs/...)"
     return f"{names}: missing; give a value{instead}"
+
+
+def _within(value: str, names: Sequence[str]) -> list[str]:
+    """Returns the keys, within a value that the parser shows, of the class in which all these settings are None."""
+    with suppress(SyntaxError, ValueError):
+        places: list[tuple[list[str], ast.expr]] = [([], ast.parse(value, mode="eval").body)]
+        for path, tree in places:
+            own = {str(each.arg): each.value for each in tree.keywords} if isinstance(tree, ast.Call) else {}
+            if all(name in own and ast.unparse(own[name]) == "None" for name in names):
+                return path
+            places += [([*path, *([key] if key != "init_args" else [])], inner) for key, inner in own.items()]
+    return []
 
 
 def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:

@@ -122,8 +122,13 @@ class Command:
     def __init__(self, command: str, *args: str) -> None:
         module = import_module(f"fl_lightning.commands.{command}")
         self.command, self.function, self.summary = command, module.run, module.SUMMARY
-        self.args = own = joined(args)
         self.parameters = inspect.signature(module.run, eval_str=True).parameters
+        self.flags = {name: p.default for name, p in self.parameters.items() if p.annotation is bool}
+        spelled = {f"--{each}" for name in self.flags for each in (name, name.replace("_", "-"))}
+        self.args = own = [  # a flag stands alone, or before true or false: what else follows is an argument of its own
+            f"{arg}=true" if arg in spelled and not isinstance(_load(after), bool) else arg
+            for arg, after in pairwise([*joined(args), "--"])
+        ]
         places = [name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         self.places = [name for name in places if name not in (*PARTS, "cli")]
         options = {arg.partition("=")[0] for arg in own}
@@ -152,15 +157,15 @@ class Command:
             nargs = {list[str]: "+", list[str] | None: "*"}.get(self.parameters[name].annotation)
             place = parser.add_argument(name, metavar=name.upper(), type=str, nargs=nargs, help=texts.get(name))
             place.required = nargs != "*"
-        flags = {name: p.default for name, p in self.parameters.items() if p.annotation is bool}
-        for name, default in flags.items():  # --dry-run, --dry_run, or one of them with true or false
+        for name, default in self.flags.items():  # --dry-run, --dry_run, or one of them with true or false
             spelled, text = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), texts.get(name)
             parser.add_argument(*spelled, type=bool, nargs="?", const=True, default=default, help=text)
         if self.rest is not None:
             parser.epilog = texts.get(f"*{self.rest}")
-        parser.add_function_arguments(self.function, skip={*PARTS, "cli", *self.places, *flags})
+        parser.add_function_arguments(self.function, skip={*PARTS, "cli", *self.places, *self.flags})
         null = getattr(import_module(self.function.__module__), "NULL", {})
-        parser.set_defaults({name: [{"class_path": each} for each in null[name]] for name in null})
+        added = [name for name in null if any(arg.startswith(f"--{name}+") for arg in self.args)]
+        parser.set_defaults({name: [{"class_path": each} for each in null[name]] for name in added})
 
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:
         """Parses the arguments; an integer may be written as 3.0."""

@@ -80,7 +80,7 @@ def check(parts: Sequence[Indices], num_samples: int, num_clients: int, source: 
     ensure(
         bool(lengths.all()),
         f"data.num_clients = {num_clients} leaves client {lengths.argmin()} without data ({num_samples} samples, "
-        f"{source}); use fewer clients, a larger alpha or more data",
+        f"{source}); use fewer clients, a larger alpha or more data, or leave an empty client out of what is given",
     )
     indices = np.concatenate(parts)
     wrong = np.flatnonzero((indices < 0) | (indices >= num_samples))

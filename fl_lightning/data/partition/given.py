@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from fl_lightning.core import UserError, ensure, folded, grouped, require
+from fl_lightning.core import UserError, each_once, ensure, folded, grouped, require
 from fl_lightning.data.files import read_cifar
 from fl_lightning.data.partition.base import Indices, Partition, check, cut
 
@@ -139,7 +139,7 @@ class FromFile(Partition):
             with open(self.path, newline="") as file:
                 rows = csv.DictReader(file)
                 return grouped((row["user_id"], (int(row["image_id"]), int(row["class"]))) for row in rows)
-        content: Any = json.loads(Path(self.path).read_text())
+        content: Any = json.loads(Path(self.path).read_text(), object_pairs_hook=each_once)
         users = content.get("user_data") or content.get("users_data") if isinstance(content, dict) else None
         if users:
             return {

@@ -102,8 +102,8 @@ class MultiKrum(WeightedSum):
         ensure(
             n > 2 * f + 2,
             f"trainer.aggregation.share = {self.share}: {type(self).__name__} needs cohorts of more than 2 f + 2 "
-            f"clients, and this one has {n}, with f = {f} bad ones; lower it, or raise trainer.clients_per_round "
-            "(without rounds, trainer.asynchronous.buffer)",
+            f"clients, and this one has {n}, with f = {f} bad ones; lower it, or take larger cohorts "
+            "(trainer.clients_per_round, those of trainer.sampler, or without rounds trainer.asynchronous.buffer)",
         )
 
     def weigh(self, received: Received, weights: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from fl_lightning.core import (
     PositiveInt,
     UnitInterval,
     UserError,
+    each_once,
     ensure,
     require,
 )
@@ -185,7 +186,7 @@ def read_devices(path: str, key: str) -> list[Device]:
             found: list[Mapping[Any, Any]] = [
                 {"sec_per_sample": float(of["computation"]) / 1e3, "latency_s": 0.0,
                  **dict.fromkeys(("down_mbps", "up_mbps"), float(of["communication"]) / 1e3)}
-                for of in json.loads(text).values()
+                for of in json.loads(text, object_pairs_hook=each_once).values()
             ]  # fmt: skip
         else:
             found = list(csv.DictReader(text.splitlines(), skipinitialspace=True))

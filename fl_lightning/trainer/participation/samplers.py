@@ -83,8 +83,8 @@ class UniformSampler(CohortSampler):
         left = m - self.held_out
         ensure(
             self.clients_per_round <= left,
-            f"trainer.clients_per_round = {self.clients_per_round}, but there are only {left} clients: "
-            f"take at most {left}, or raise data.num_clients",
+            f"trainer.clients_per_round = {self.clients_per_round} (or that of trainer.sampler): there are only {left} "
+            f"clients; take at most {left}, or raise data.num_clients",
         )
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
