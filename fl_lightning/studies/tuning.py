@@ -43,8 +43,11 @@ def tried(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     for point in points(given["draws"], max(len(names) for _, *names in given["methods"].values())):
         own: dict[str, Any] = {}
         for entry, each, u in zip(entries, ranges, point, strict=False):
-            value = each.quantile(u)
-            own[each.key] = value * own[entry["times"]] if "times" in entry else value
+            of, value = entry.get("times"), each.quantile(u)
+            ensure(
+                of is None or of in own, f"ranges: {each.key} is a multiple of {of}, which {name} has to list before it"
+            )
+            own[each.key] = value if of is None else value * own[of]
         settings.append(own)
     return settings
 

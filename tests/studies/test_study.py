@@ -86,7 +86,7 @@ def test_a_study_of_another_form_is_a_line(change: dict[str, Any], line: str, tm
 @pytest.mark.slow
 def test_draws_that_hold_no_data_out_say_so(tmp_path: Path) -> None:
     extract({"small/about.yaml": yaml.safe_dump({**STUDY, "tuning": "--trainer.max_rounds 1"})}, tmp_path)
-    with pytest.raises(SystemExit, match=r"(?s)0 draws have server/val/acc.*set data\.val_fraction in\s+tuning"):
+    with pytest.raises(SystemExit, match=r"(?s)0 settings have server/val/acc.*set data\.val_fraction in\s+tuning"):
         run(tmp_path, "--methods=FedAvg")
 
 
@@ -158,6 +158,10 @@ def test_points_are_those_of_all_methods_uncorrelated_and_even() -> None:
 
 @pytest.mark.slow
 def test_too_few_draws_are_refused(copy: Path) -> None:
+    turned = {**STUDY, "methods": {"FedSAM": ["--model FedSAM", "rho", "lr"]}}
+    extract({"small/about.yaml": yaml.safe_dump(turned)}, copy)
+    with pytest.raises(SystemExit, match=r"model\.rho is a multiple of model\.optimizer\.lr, which FedSAM must list"):
+        cli("study", "run", str(copy / "small"), "--methods=FedSAM", f"--out={copy / 'others'}")
     extract({"small/about.yaml": yaml.safe_dump({**STUDY, "draws": 2})}, copy)
     with pytest.raises(SystemExit, match=r"draws = 2: two settings have a rank correlation above 0\.3"):
         cli("study", "run", str(copy / "small"), "--methods=FedSAM", f"--out={copy / 'others'}")
