@@ -44,9 +44,7 @@ def tried(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
         own: dict[str, Any] = {}
         for entry, each, u in zip(entries, ranges, point, strict=False):
             of, value = entry.get("times"), each.quantile(u)
-            ensure(
-                of is None or of in own, f"ranges: {each.key} is a multiple of {of}, which {name} has to list before it"
-            )
+            ensure(of is None or of in own, f"ranges: {each.key} is a multiple of {of}, which {name} must list before")
             own[each.key] = value if of is None else value * own[of]
         settings.append(own)
     return settings
