@@ -163,3 +163,59 @@ def test_fused_attention_and_checkpoints(again: str, away: float) -> None:
         if again != "reentrant":  # which has no gradient of given tensors, and so no second derivative
             torch.testing.assert_close(hessian(net, CE, data, at) @ w, exact @ w)
     assert not any("flash_attention" in name for name in twice.names)
+
+
+class Int8(torch.autograd.Function):
+    """A product with weights of 8 bits and a scale a row, whose gradient is in the inputs alone, and once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        return torch.nn.functional.linear(x, weight.to(x.dtype)) * scale
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        weight, scale = ctx.saved_tensors
+        return (g * scale) @ weight.to(g.dtype), None, None
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer with weights of 8 bits, which do not train."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Int8.apply(x, self.weight, self.scale)  # type: ignore[no-any-return]
+
+    def dequantised(self) -> nn.Linear:
+        linear = nn.Linear(self.weight.shape[1], self.weight.shape[0], bias=False).requires_grad_(False)
+        linear.weight.copy_(self.weight * self.scale[:, None])
+        return linear
+
+
+def test_a_frozen_body_of_8_bits(tmp_path: Any) -> None:
+    """Its layers in front of it and behind it train: as with the weights that the 8 bits stand for."""
+    torch.manual_seed(0)
+    body = QuantisedLinear(nn.Linear(16, 16, bias=False))
+    first, last = nn.Linear(8, 16), nn.Linear(16, 4)
+    net, plain = (nn.Sequential(first, nn.GELU(), middle, nn.GELU(), last) for middle in (body, body.dequantised()))
+    data = [(torch.randn(40, 8), torch.arange(40) % 4) for _ in range(2)]
+    names = ["0.*", "4.*"]
+    exact, found = hessian(plain, CE, data, parameters=names), finite_differences(net, CE, data, parameters=names)
+    assert lambda_max(found).value == pytest.approx(lambda_max(exact).value, rel=1e-2)
+    v = torch.randn(exact.shape[0])
+    assert float((found @ v - exact @ v).norm() / (exact @ v).norm()) < 1e-2
+    data = Digits(num_clients=10, partition=Dirichlet(alpha=1.0), batch_size=16)
+    of_digits = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.GELU(), body, nn.GELU(), nn.Linear(16, 10))
+    trainer = FederatedTrainer(max_rounds=1, clients_per_round=4, accelerator="cpu", default_root_dir=str(tmp_path))
+    trainer.callbacks = [FlatnessMonitor(1, [LambdaMax()])]
+    with pytest.raises(UserError, match=r"second derivatives"):  # which torch leaves out without a word
+        trainer.fit(FedAvg(net=of_digits, optimizer=SGD(0.1), buffers="reset"), data)
