@@ -278,6 +278,8 @@ def test_best_checkpoint(tmp_path: Path) -> None:
     assert_same(state(run.folder.path), whole)
     with pytest.raises(UserError, match="ckpt_path = best: no such checkpoint"):
         fit(tmp_path / "none", ckpt_path="best")
+    with pytest.raises(UserError, match=r"Checkpoints\.monitor: missing; save_top_k"):
+        Checkpoints(save_top_k=3)
     kept = fit(tmp_path / "all", scores, Checkpoints(1, keep_all=True, monitor="mine/score", mode="max"), rounds=2)
     fit(tmp_path / "all", scores, Checkpoints(monitor="mine/score", mode="max"), ckpt_path="last")
     assert {"round_1.ckpt", "round_2.ckpt"} <= {path.name for path in kept.folder.checkpoints.iterdir()}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fl_lightning.core import PositiveInt, State, UserError
+from fl_lightning.core import PositiveInt, State, UserError, ensure
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import Mode, mode_of
 from fl_lightning.trainer import resume
@@ -35,8 +35,8 @@ class Checkpoints(Callback):
         best: Value of the monitored metric in each kept round, by round; the best round comes first.
 
     Raises:
-        UserError: If a setting is out of range; or, in a run, if neither the metric nor its name says which value is
-            the best.
+        UserError: If a setting is out of range, or nothing ranks the rounds; or, in a run, if neither the metric nor
+            its name says which value is the best.
     """
 
     def __init__(
@@ -47,6 +47,8 @@ class Checkpoints(Callback):
         mode: Literal["min", "max"] | None = None,
         save_top_k: PositiveInt = 1,
     ) -> None:
+        ranked = monitor is not None or (mode, save_top_k) == (None, 1)
+        ensure(ranked, "callbacks: Checkpoints.monitor: missing; save_top_k and mode need the metric that ranks rounds")
         self.every_n_rounds = 10 if keep_all and every_n_rounds is None else every_n_rounds
         self.keep_all = keep_all
         self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
