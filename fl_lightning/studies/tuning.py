@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median, stdev
+from statistics import fmean, median, stdev
 from typing import Any, cast
 
 from fl_lightning.core import ensure, grouped
@@ -13,9 +13,9 @@ from fl_lightning.results import headline, read_run, write_table
 
 TUNING = "tuning.csv"
 """In a store: the settings that each method has tried, the best first; the published ones are empty."""
-METRIC, FLAT, ERROR = "server/val/acc", "flatness/lambda_max", "standard error"
+METRIC, SEEDS, FLAT = "server/val/acc", "by seed", "flatness/lambda_max"
 """What settings are judged by, as the median over the seeds of its headline; and what is kept beside it."""
-HEAD = ("method", "settings", METRIC, ERROR, "finished", FLAT)
+HEAD = ("method", "settings", METRIC, SEEDS, FLAT)
 CORRELATED, SCRAMBLES = 0.3, 100
 """Largest rank correlation of two settings over the draws, and how many scrambles are tried."""
 
@@ -82,11 +82,9 @@ def judged(name: str, settings: Sequence[Mapping[str, Any]], runs: Sequence[Sequ
     for own, folders in zip(settings, runs, strict=True):
         found = [headline(folder, METRIC) if folder else None for folder in folders]
         values = [-math.inf if value is None or math.isnan(value) else value for value in found]
-        finite = [value for value in values if math.isfinite(value)]
-        error = stdev(finite) / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
         flat = [pairs[-1][1] for folder in folders if (pairs := read_run(folder).get(FLAT))]
         text = shlex.join(f"{key}={value}" for key, value in own.items())
-        lines.append([name, text, median(values), error, len(finite), median(flat) if flat else ""])
+        lines.append([name, text, median(values), " ".join(map(str, values)), median(flat) if flat else ""])
     return sorted(lines, key=lambda line: -line[2])
 
 
@@ -104,7 +102,10 @@ def read(store: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
-    """Returns the best settings of a method; the published ones count as the best within a standard error of these.
+    """Returns the best settings of a method; the published ones are the best where they tie with these.
+
+    They tie if the mean of their differences over the seeds, which share data and held-out samples, is within its
+    standard error.
 
     Args:
         lines: The lines of the method.
@@ -116,10 +117,17 @@ def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
     ended = [line for line in lines if math.isfinite(float(line[METRIC]))]
     few = f"{lines[0]['method']}: {len(ended)} settings have {METRIC}, and two are needed"
     ensure(len(ended) > 1, f"{few}; set data.val_fraction in tuning, or give other ranges")
-    least = float(ended[0][METRIC]) - float(ended[0][ERROR])
-    ties = [line for line in ended if not line["settings"] and float(line[METRIC]) >= least]
+    ties = [line for line in ended if not line["settings"] and _tie(ended[0], line)]
     ordered = ties + [line for line in ended if line not in ties]
     return dict(each.split("=", 1) for each in shlex.split(ordered[rank]["settings"]))
+
+
+def _tie(best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    values = [map(float, line[SEEDS].split()) for line in (best, other)]
+    apart = [a - b for a, b in zip(*values, strict=True)]
+    if not all(map(math.isfinite, apart)):
+        return False
+    return fmean(apart) <= (stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0)
 
 
 def front(store: Path) -> list[dict[str, Any]]:

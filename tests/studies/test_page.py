@@ -79,7 +79,7 @@ def test_intervals_of_scores_are_those_of_the_seeds() -> None:
 def test_the_page_has_scores_and_the_front_of_what_was_tried(tmp_path: Path) -> None:
     made(tmp_path, {"c/A": BETTER, "c/B": BASE}, name="small 1", targets={"c": 0.5})
     tried = [("A", "x=1", 0.9, 5.0), ("A", "", 0.8, 6.0), ("B", "", 0.7, 1.0), ("B", "y=2", 0.6, "")]
-    tuning.write(tmp_path / "rows", [[*of[:3], 0, 3, of[3]] for of in tried], ["A", "B"])
+    tuning.write(tmp_path / "rows", [[*of[:3], "", of[3]] for of in tried], ["A", "B"])
     costs, found = page([tmp_path / "rows"])[0].split("were tried")
     assert table(costs)["A"] == ["A", "1.00 [1.00, 1.00]"]  # no passes were logged
     assert [*table(found).values()][2:] == [["A", "x=1", "0.9", "5"], ["B", "published", "0.7", "1"]]
