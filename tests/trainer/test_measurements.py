@@ -706,7 +706,13 @@ def test_mistakes(args: list[str], text: str, runs: dict[str, Path]) -> None:
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fl_lightning", "landscape", "--ckpt_path", ckpt(runs["a"]), "--points=800"]
-    with subprocess.Popen([*command, f"--out={tmp_path}"], stdout=subprocess.PIPE, text=True) as child:
+
+    def heard() -> None:  # the tests may run behind a shell that has them ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        [*command, f"--out={tmp_path}"], stdout=subprocess.PIPE, text=True, preexec_fn=heard
+    ) as child:
         assert child.stdout is not None
         assert any(line.startswith("surface of") for line in child.stdout)
         time.sleep(2)
