@@ -105,7 +105,7 @@ def _front(groups: Sequence[Group]) -> str:
     """Returns the methods that no other one surpasses in both accuracy and flatness, in the mean over their runs."""
     of = {group.name: [group.values(name) for name in ("mean", "flatness/lambda_max")] for group in groups}
     points = {name: (fmean(accuracies), -fmean(sharpest)) for name, (accuracies, sharpest) in of.items() if sharpest}
-    front = [name for name, (x, y) in points.items() if not any(v > x and w > y for v, w in points.values())]
+    front = [[*points][k] for k in profiles.front([*points.values()])]
     told = "On the front of accuracy and flatness, where no other method is better in both means"
     return f"{told}: {', '.join(front)}.\n\n" * bool(front)
 

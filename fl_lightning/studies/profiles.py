@@ -1,4 +1,4 @@
-"""Performance profiles: what reaching the target costs each method, over all columns of a study."""
+"""Performance profiles, of what reaching the target costs over all columns of a study; and Pareto fronts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -56,10 +56,17 @@ def table(columns: Sequence[Sequence[Group]]) -> str:
         needed = {name: [[_cost(getattr(run, cost)) for run in of[name]] for of in runs] for name in names}
         if any(math.isfinite(each) for of in needed.values() for seeds in of for each in seeds):
             found[head] = scores(needed)
+    if not found:
+        return ""
     names.sort(key=lambda name: -max(of[name][0] for of in found.values()))
     scored = [name for name in names if any(of[name][0] for of in found.values())]
     lines = [[name, *("{:.2f} [{:.2f}, {:.2f}]".format(*of[name]) for of in found.values())] for name in scored]
-    return f"{LEGEND}\n\n{markdown([['score', *found], *lines]).strip()}" if found else ""
+    return f"{LEGEND}\n\n{markdown([['score', *found], *lines]).strip()}"
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Returns the places of the points that no other one surpasses in both numbers, of which large ones are good."""
+    return [k for k, (x, y) in enumerate(points) if not any(v > x and w > y for v, w in points)]
 
 
 def _cost(value: float | None) -> float:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from fl_lightning.core import ensure, grouped
 from fl_lightning.results import headline, read_run, write_table
+from fl_lightning.studies import profiles
 
 TUNING = "tuning.csv"
 """In a store: the settings that each method has tried, the best first; the published ones are empty."""
@@ -132,8 +133,6 @@ def _tie(best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def front(store: Path) -> list[dict[str, Any]]:
     """Returns the settings in the table of a store that no other ones surpass in both accuracy and lambda_max."""
-    points = [
-        (float(line[METRIC]), -float(line[FLAT]), line) for of in read(store).values() for line in of if line[FLAT]
-    ]
-    best = [line for x, y, line in points if not any(v > x and w > y for v, w, _ in points)]
-    return sorted(best, key=lambda line: -float(line[METRIC]))
+    lines = [line for of in read(store).values() for line in of if line[FLAT]]
+    best = profiles.front([(float(line[METRIC]), -float(line[FLAT])) for line in lines])
+    return sorted((lines[k] for k in best), key=lambda line: -float(line[METRIC]))

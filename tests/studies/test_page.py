@@ -83,3 +83,8 @@ def test_the_page_has_scores_and_the_front_of_what_was_tried(tmp_path: Path) -> 
     costs, found = page([tmp_path / "rows"])[0].split("were tried")
     assert table(costs)["A"] == ["A", "1.00 [1.00, 1.00]"]  # no passes were logged
     assert [*table(found).values()][2:] == [["A", "x=1", "0.9", "5"], ["B", "published", "0.7", "1"]]
+
+
+def test_a_target_that_nobody_reaches_has_no_scores(tmp_path: Path) -> None:
+    made(tmp_path, {"c/A": BETTER, "c/B": BASE}, name="small 1", targets={"c": 0.99})
+    assert "score" not in page([tmp_path / "rows"])[0]
