@@ -221,17 +221,20 @@ class BatchedEngine(Engine):
         """
         now = replace(carry, loss=torch.zeros_like(carry.loss))
         for x, y, weight, active in block:
-            now = self._masked(now, (x, y, weight), active, fixed)
+            now = self._masked(now, (x, y, weight), active, fixed, settings)
         return replace(now, loss=carry.loss + now.loss)
 
-    def _masked(self, carry: Carry, batch: tuple[Tensor, ...], active: Tensor, fixed: Fixed) -> Carry:
+    def _masked(
+        self, carry: Carry, batch: tuple[Tensor, ...], active: Tensor, fixed: Fixed, settings: Tensors
+    ) -> Carry:
         """Takes one local step of every client; those that are not active do not change."""
         batch = (*batch, *(self._teach(teacher, batch[0]) for teacher in fixed.teachers), *fixed.constants)
+        own = {name: v[:, 0] for name, v in settings.items()}
 
         def evaluate(v: Tensor, losses: Losses | None) -> tuple[Tensor, Tensor]:
             with self.autocast():
                 values: tuple[Tensor, Tensor] = vmap(grad_and_value(partial(self._loss, losses)))(
-                    v.expand_as(carry.w), *batch
+                    v.expand_as(carry.w), own, *batch
                 )
             return values
 
@@ -254,9 +257,12 @@ class BatchedEngine(Engine):
         with self.objective.observed():
             return self._output(v, x)
 
-    def _loss(self, losses: Losses | None, v: Tensor, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
+    def _loss(
+        self, losses: Losses | None, v: Tensor, own: Tensors, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor
+    ) -> Tensor:
         forward = partial(self._output, v, x)
-        return self.objective.minibatch_loss(forward, y, *teacher, weight=weight, losses=losses)
+        with self.using(own):  # a number of a loss is the client's own
+            return self.objective.minibatch_loss(forward, y, *teacher, weight=weight, losses=losses)
 
     @torch.no_grad()
     def _teach(self, teacher: Tensor, x: Tensor) -> Any:

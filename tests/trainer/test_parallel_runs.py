@@ -55,7 +55,8 @@ def assert_equal(together: list[FederatedTrainer], alone: list[FederatedTrainer]
         a, b = state(one.run.folder.path), state(other.run.folder.path)
         assert a.keys() == b.keys()
         for name in a:
-            assert float((a[name] - b[name]).abs().max()) <= 1e-12 * float(b[name].abs().max()), name
+            apart = (a[name] - b[name]).abs()
+            assert not apart.numel() or float(apart.max()) <= 1e-12 * float(b[name].abs().max()), name
         assert metrics(one.run.folder.path).keys() == metrics(other.run.folder.path).keys()
     assert not torch.equal(state(alone[0].run.folder.path)["server.w"], state(alone[1].run.folder.path)["server.w"])
 
@@ -109,6 +110,23 @@ def test_values(engine: str, tmp_path: Path) -> None:
     assert together[0].run.varied.keys() == {"beta", "ascent.rho", "optimizer.lr"}
     for trainer, n in zip(alone, numbers, strict=True):
         trainer.fit(objective(*n), data())
+    assert_equal(together, alone)
+
+
+@pytest.mark.sampled(quick=2)
+@pytest.mark.parametrize("engine", ["batched", "graphed"])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("FedGMT", "gamma"), ("FedGMT", "tau"), ("FedNTD", "gamma"), ("FedNTD", "tau"), ("MOON", "mu"), ("MOON", "tau"),
+     ("FedDecorr", "beta")],
+)  # fmt: skip
+def test_numbers_of_a_loss(name: str, number: str, engine: str, tmp_path: Path) -> None:
+    """Each client's loss has the number of its own run."""
+    together, alone = ([run(tmp_path / where / str(i), 0, engine) for i in (0, 1)] for where in "ab")
+    objectives = [[model(0, make=getattr(algorithms, name), **{number: value}) for value in (0.3, 2.0)] for _ in "ab"]
+    parallel_runs.fit(together, objectives[0], data())
+    for trainer, objective in zip(alone, objectives[1], strict=True):
+        trainer.fit(objective, data())
     assert_equal(together, alone)
 
 
