@@ -112,6 +112,8 @@ def wandb_records(path: Path) -> Iterator[Any]:
             at += 32768 - at % 32768
             continue
         size, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + size > len(data):  # W&B's own process still writes this record
+            return
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or its last part
