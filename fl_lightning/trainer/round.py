@@ -425,7 +425,7 @@ def replay(run: Run, callback: Callback) -> None:
     """Shows a callback the last round again, for one that has not measured it; every process calls.
 
     The callback returns to its state before the round, and gets the hooks of the round. The cohort trains once more, to
-    the same models; the run stays as it is. If a program has ended with the round, its other rounds are trained before.
+    the same models; the run stays as it is. If a program has ended with the round, its other rounds are shown before.
     """
     t, (_, states) = run.rounds_done - 1, run.before
     if state := states[run.callbacks.index(callback)]:
@@ -434,9 +434,12 @@ def replay(run: Run, callback: Callback) -> None:
         if run.kind == "centralized":
             callback.on_round_start(run, run.round_context(t), [])
         else:
-            while run.rounds_done < t:  # the last round of a program comes after its others
-                Round(run, Cohort.draw(run, run.rounds_done)).train(run.engine).apply()
-            again = Round(run, Cohort.draw(run, t), partial(callback.on_local_end, run))
-            callback.on_round_start(run, run.round_context(t), again.cohort.clients)
-            again.train(run.engine)
+            for now in range(run.rounds_done, t + 1):
+                run.should_stop = now == t
+                again = Round(run, Cohort.draw(run, now), partial(callback.on_local_end, run))
+                callback.on_round_start(run, run.round_context(now), again.cohort.clients)
+                again.train(run.engine)
+                if now < t:
+                    again.apply()
+                    callback.on_round_end(run)
     callback.on_round_end(run)

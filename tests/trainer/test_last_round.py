@@ -248,7 +248,7 @@ def test_a_second_run_of_a_trainer_is_as_the_first(tmp_path: Path) -> None:
     ("callback", "rounds"),
     [
         (FlatnessMonitor(3, metrics=[LambdaMax()]), [2, 5]),
-        (FlatnessMonitor(3, metrics=[Updates()]), [0, 1, 2, 3, 4, 5]),  # it tracks the pseudo-gradient
+        (FlatnessMonitor(3, metrics=[Updates()]), [1, 2, 4, 5]),  # it tracks the pseudo-gradient
         (Checkpoints(2), [1, 3, 5]),
         (Checkpoints(), []),
         (Checkpoints(2, monitor="server/test/acc"), [0, 1, 2, 3, 4, 5]),

@@ -169,6 +169,32 @@ def test_flatness_is_measured_in_the_same_rounds_with_the_same_models(
     check_same(*runs)
 
 
+@pytest.mark.parametrize(("ends", "measured"), [(99, [8, 16, 24, 26]), (21, [8, 16, 21]), (16, [8, 16]), (8, [8])])
+def test_a_pseudo_gradient_needs_the_round_before_only(
+    ends: int, measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs end two rounds before a measured one; of a program in which the run ends, two rounds are seen again."""
+    runs = []
+    for expected in ([1, 6, 7, 8, 14, 15, 16, ends, 22, 23, 24, 25, 26], range(1, 27)):
+        monitor = fl.FlatnessMonitor(8, metrics=[fl.Updates(), fl.DeltaEpsilon(rho=0.1)])
+        given = (monitor, Ends(ends), seen := Rounds(), Checkpoints())
+        runs.append(train(tmp_path, fl.SCAFFOLD, *given, eval_every=26, eval_last=1))
+        assert seen.seen == sorted({t for t in expected if t <= min(ends, 26)})
+        for name in ("pseudo_gradient_cosine", "delta_epsilon"):
+            assert [t for t, _ in metrics(runs[-1].folder.path)[f"flatness/{name}"]] == measured
+        one_by_one(monkeypatch)
+    check_same(*runs)
+
+
+def test_a_pseudo_gradient_of_an_older_round_is_not_that_of_the_round_before(tmp_path: Path) -> None:
+    """Where a run ends in an evaluated round after a program, a cosine is missing rather than that of other rounds."""
+    monitor = fl.FlatnessMonitor(8, metrics=[fl.Updates()])
+    run = train(tmp_path, fl.SCAFFOLD, monitor, Ends(21), eval_every=1, eval_last=1)
+    found = metrics(run.folder.path)
+    assert [t for t, _ in found["flatness/pseudo_gradient_norm"]] == [8, 16, 21]
+    assert [t for t, _ in found["flatness/pseudo_gradient_cosine"]] == [8, 16]
+
+
 class Pairs(Callback):
     """Needs some rounds, each from its start to its end."""
 

@@ -53,11 +53,14 @@ class FlatnessMonitor(Callback):
         self.metrics = default_measures() if metrics is None else metrics
         self._tracks = any(metric.tracks for metric in self.metrics)
         self._previous: Tensor | None = None
-        self._rounds = self._due = 0  # rounds of the run; the round that is measured, from 1
+        self._rounds = self._due = self._seen = 0  # rounds of the run; the round that is measured, the last one seen
         self.load_state_dict({})
 
     def needs_round(self, t: int) -> bool:
-        return self._tracks or (t + 1) % self.every_n_rounds == 0 or t + 1 == self._rounds
+        return self._is_due(t + 1) or (self._tracks and self._is_due(t + 2))
+
+    def _is_due(self, round: int) -> bool:
+        return round % self.every_n_rounds == 0 or round == self._rounds
 
     def check(self, run: Run) -> None:
         if self._default:
@@ -76,8 +79,9 @@ class FlatnessMonitor(Callback):
 
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()
-        due = (ctx.t + 1) % self.every_n_rounds == 0 or ctx.t + 1 == ctx.rounds or run.should_stop
-        self._due = due * (ctx.t + 1)
+        self._due = (self._is_due(ctx.t + 1) or run.should_stop) * (ctx.t + 1)
+        if self._seen < ctx.t:  # the round before was in a program
+            self._previous = None
         self._before, self._cohort = run.server, cohort
         self._mean = PseudoGradient(run) if self._tracks else None
         for measure in self._measures():
@@ -107,8 +111,7 @@ class FlatnessMonitor(Callback):
             self._total += self._seconds
             share = self._total / (time.perf_counter() - self._started)
             run.log(scalars(found) | {"time/flatness_s": self._seconds, "time/flatness_share": share})
-        if self._tracks:
-            self._previous = mean
+        self._previous, self._seen = mean, run.rounds_done
 
     def on_last_round(self, run: Run) -> None:
         if self._due != run.rounds_done:
@@ -132,13 +135,15 @@ class FlatnessMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "pseudo_gradient": self._previous,
+            "seen": self._seen,
             "measures": [measure.state_dict() for measure in self.metrics],
             "total": self._total,
             "elapsed": time.perf_counter() - self._started,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._previous, self._total = state.get("pseudo_gradient"), state.get("total", 0.0)
+        self._previous, self._seen = state.get("pseudo_gradient"), state.get("seen", 0)
+        self._total = state.get("total", 0.0)
         known = state.get("measures", [])
         for measure, of in zip(self.metrics, known if len(known) == len(self.metrics) else repeat({}), strict=False):
             measure.load_state_dict(of)

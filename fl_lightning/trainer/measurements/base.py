@@ -71,7 +71,7 @@ class MeasurementContext:
         new: The server's state after it.
         cohort: Ids of the round's clients.
         pseudo_gradient: Δ̃ of the round, ``(d,)``; None if no measure `tracks` it.
-        previous: Δ̃ of the round before; None in the first.
+        previous: Δ̃ of the round before; None in the first, and if its local models were not seen.
         progress: Called after each product with a matrix, with the number so far and the maximum.
     """
 
@@ -159,7 +159,7 @@ class Measure(Checked, key="measure: {}"):
         local: Whether it needs local models: centralized training leaves it out.
         of_global_model: Whether it needs a global model.
         needs_statistics: Whether it measures with running statistics of the global model, if the net keeps any.
-        tracks: Whether it needs the pseudo-gradient of every round, not only of the measured ones.
+        tracks: Whether it needs the pseudo-gradient of a measured round, and of the one before.
     """
 
     local = False

@@ -42,7 +42,8 @@ class Updates(Measure):
 
     - ``norm_w``: ‖w^{t+1}‖.
     - ``pseudo_gradient_norm``: ‖Δ̃^t‖, Δ̃^t = w̃^t - Σ_k p_k w_k, with w̃^t the model that was sent; and
-      ``pseudo_gradient_cosine`` with that of the round before.
+      ``pseudo_gradient_cosine`` with that of the round before, if its local models were seen: a run that ends in an
+      evaluated round before ``max_rounds`` may have trained it in a program.
     - ``drift``: mean ‖w̃^t - w_k‖, D of FedGF. ``distance`` and ``distance_max``: ‖w^{t+1} - w_k‖, the terms of FedGF's
       Theorem 2.
     - ``divergence_previous`` and ``divergence_next``: mean ‖w_k - w^t‖² and ‖w_k - w^{t+1}‖² (FedSMOO, Table 2).
