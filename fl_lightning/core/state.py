@@ -335,19 +335,26 @@ class Uploads:
 
     @classmethod
     def of_rows(
-        cls, weighting: Weighting, rows: Mapping[str, Tensor], counts: Tensor, samples: Tensor, k_lr: Tensor
+        cls,
+        weighting: Weighting,
+        rows: Mapping[str, Tensor],
+        counts: Tensor,
+        n: Any,
+        samples: Tensor,
+        k_lr: Tensor,
     ) -> "Uploads":
         """Returns the averages of all uploads of a cohort, as a function of tensors, to the bits of `add` on the CPU.
 
         Args:
             weighting: Weights of `weighted`.
-            rows: The uploads by name, ``(clients, ...)``.
-            counts: Number of samples of each client, ``(clients, 1)``.
-            samples: Their sum, a scalar tensor.
+            rows: The uploads by name, ``(clients, ...)``, 0 for padding.
+            counts: Number of samples of each client, ``(clients, 1)``, 0 for padding.
+            n: Number of clients without padding, an integer or a scalar tensor.
+            samples: The sum of their samples, a scalar tensor.
             k_lr: What `k_lr_sums` returns, ``(2, 1)``.
         """
         of = cls(rows, weighting, [], k_lr)
-        of.n, of.samples, of._sums["k_lr"] = len(counts), samples, k_lr
+        of.n, of.samples, of._sums["k_lr"] = n, samples, k_lr
         for name, values in rows.items():
             first, *others = zip(values.unbind(), counts.unbind(), strict=True)
             plain, weighted = first[0], first[0] * first[1]

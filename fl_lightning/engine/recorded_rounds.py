@@ -41,7 +41,7 @@ class RoundRecord:
         stages: "send", "step" and "receive".
         inputs: Names of the inputs.
         example: Inputs of the steps.
-        bits: Bits that the round puts on the wire.
+        bits: Bits that a client receives, and that it uploads.
         known: What is known of its minibatches.
         replays: What replays a round with so many local steps: the tensors of ``inputs`` to the last stage's outputs.
     """
@@ -49,7 +49,7 @@ class RoundRecord:
     stages: Mapping[str, Stage]
     inputs: Sequence[str]
     example: Tensors
-    bits: int
+    bits: tuple[int, int]
     known: Known
     replays: dict[int, Replay] = field(default_factory=dict)
 
@@ -61,8 +61,8 @@ class RoundRecord:
 class RecordedRounds(Rounds):
     """Rounds as one recorded function each; those that cannot be recorded train as in `Rounds`, to the same bits.
 
-    A record needs as many clients in each round, and hooks that draw no random numbers, look at no values of tensors,
-    and set nothing of their objects.
+    A record needs hooks that draw no random numbers, look at no values of tensors, and set nothing of their objects. A
+    round of fewer clients than the widest one is padded, with clients that have no weight.
     """
 
     MOST = 8
@@ -75,13 +75,13 @@ class RecordedRounds(Rounds):
     def __init__(self, engine: GraphedEngine, w0: Tensor, seed: int) -> None:
         super().__init__(engine, w0, seed)
         self._records: dict[Any, list[RoundRecord]] = {}
-        self._programs, self._refused, self._bits = 0, False, 0
+        self._programs, self._refused, self._bits = 0, False, (0, 0)
 
     def train(
         self, rounds: Sequence[Drawn], minibatches: MinibatchTable, server: State, table: Table
     ) -> Iterator[Trained]:
         contexts = [drawn.contexts[0] for drawn in rounds]
-        arrays = self._arrays(rounds, minibatches, table, server.w) if self._fit(rounds) else []
+        arrays = self._arrays(rounds, minibatches, table, server.w) if self._fit() else []
         records = self._recorded(contexts, arrays, server, table) if arrays else []
         if not records:
             yield from super().train(rounds, minibatches, server, table)
@@ -94,7 +94,7 @@ class RecordedRounds(Rounds):
             server.w.device,
             accumulator_dtype(server.w.device),
         )
-        for ctx, record, named, inputs in zip(contexts, records, arrays, numbers.unbind(), strict=True):
+        for drawn, record, named, inputs in zip(rounds, records, arrays, numbers.unbind(), strict=True):
             started, outputs = time.perf_counter(), record.stages["receive"].outputs
             rows, met = table.take(named["places"])
             ticks = dict(zip(record.stages, inputs.unbind(), strict=True))
@@ -107,46 +107,53 @@ class RecordedRounds(Rounds):
             }
             with torch.no_grad():
                 after = dict(
-                    zip(outputs, self._replay(record, named, ctx)(*[values[n] for n in record.inputs]), strict=True)
+                    zip(
+                        outputs,
+                        self._replay(record, named, drawn.contexts[0])(*[values[n] for n in record.inputs]),
+                        strict=True,
+                    )
                 )
             server = State({name: after[f"server.{name}"] for name in server})
-            table.put(named["places"], below("row", after))
-            yield Trained(server, after["numbers"], record.bits, time.perf_counter() - started)
+            n, (down, up) = len(drawn.clients), record.bits
+            table.put(named["places"][:n], {name: v[:n] for name, v in below("row", after).items()})
+            bits = drawn.receivers * down + n * up
+            yield Trained(server, after["numbers"], bits, time.perf_counter() - started)
 
-    def _fit(self, rounds: Sequence[Drawn]) -> bool:
+    def _fit(self) -> bool:
         """Returns whether the rounds can be recorded, as far as one knows before."""
-        width = self.engine.widened(max(len(drawn.clients) for drawn in rounds))
-        return (
-            not (self._refused or self.bits_depend_on_values)
-            and self.w0.device.type == "cpu"
-            and all(len(drawn.clients) == width for drawn in rounds)
-        )
+        return not (self._refused or self.bits_depend_on_values) and self.w0.device.type == "cpu"
 
     def _arrays(
         self, rounds: Sequence[Drawn], minibatches: MinibatchTable, table: Table, w: Tensor
     ) -> list[dict[str, Tensor]]:
         """Returns what each of the rounds draws, as tensors by name."""
-        blocks = minibatches.blocks([len(drawn.clients) for drawn in rounds], len(rounds[0].clients))
-        columns = [[[getattr(ctx, name) for ctx in drawn.contexts] for name in COLUMNS] for drawn in rounds]
+        n = [len(drawn.clients) for drawn in rounds]
+        width, device = self.engine.widened(max(n)), w.device
+        padded = [drawn.padded(width) for drawn in rounds]
+        blocks = minibatches.blocks(n, width)
+        columns = [[[getattr(ctx, name) for ctx in drawn.contexts] for name in COLUMNS] for drawn in padded]
         samples = [float(sum(ctx.n_k for ctx in drawn.contexts)) for drawn in rounds]
-        places = torch.stack([table.places(drawn.clients) for drawn in rounds])
-        device = w.device
+        places = torch.stack([table.places(drawn.clients) for drawn in padded])
+        there = to_device([[[place < its] for place in range(width)] for its in n], device)
         return [
             {
                 "places": where,
-                "samples": n,
+                "samples": samples_of,
                 "k_lr": k_lr,
                 **{f"ctx.{name}": column for name, column in zip(COLUMNS, its.unbind(), strict=True)},
                 **block.tensors(),
-                **self._class_counts(drawn, minibatches.source, w),
+                **self._class_counts(more, minibatches.source, w),
+                **({} if len(drawn.clients) == width else {"there": own}),
             }
-            for where, n, k_lr, its, block, drawn in zip(
+            for where, samples_of, k_lr, its, block, drawn, more, own in zip(
                 places.unbind(),
                 to_device(samples, device, accumulator_dtype(device)).unbind(),
                 to_device([k_lr_sums(drawn.contexts) for drawn in rounds], device, w.dtype).unbind(),
                 to_device(columns, device, w.dtype)[..., None].unbind(),
                 blocks,
                 rounds,
+                padded,
+                there.unbind(),
                 strict=True,
             )
         ]
@@ -162,13 +169,14 @@ class RecordedRounds(Rounds):
         """Returns a record for each round; none if they cannot be recorded."""
         rows, met = table.take(arrays[0]["places"])
         state = {**prefixed("server", server), **prefixed("row", rows), "met": met}
-        shapes = tuple((n, v.shape[n[:6] == "block." :], v.dtype) for n, v in {**arrays[0], **state}.items())
+        first = {n: v for n, v in {**arrays[0], **state}.items() if n != "there"}
+        shapes = tuple((n, v.shape[n[:6] == "block." :], v.dtype) for n, v in first.items())
         objects = self.objective, self.objective.optimizer, self.objective.loss, *self.objective.all_parts
         known = self._records.setdefault((shapes, plain_settings(objects, []), contexts[0].rounds, contexts[0].m), [])
         found, before, self._programs = list[RoundRecord](), len(known), self._programs + 1
         try:
             for ctx, named in zip(contexts, arrays, strict=True):
-                facts = known_of(named)
+                facts = {**known_of(named), **({"there": (0.0, 1.0)} if "there" in named else {})}
                 record = next((each for each in known if each.serves(ctx.t, facts)), None)
                 if record is None:
                     if len(known) == before + self.MOST:
@@ -222,7 +230,8 @@ class RecordedRounds(Rounds):
         send = stage(self._send, first, ctx)
         with torch.no_grad():
             sent = dict(zip(send.outputs, send.graph(*first.values()), strict=True))
-        last = {**server, **sent, **columns, **t, **{name: named[name] for name in ("samples", "k_lr")}}
+        of_all = {name: named[name] for name in ("samples", "k_lr", "there") if name in named}
+        last = {**server, **sent, **columns, **t, **of_all}
         receive = stage(self._receive, last, ctx)
         changed = {name for _, name in watched.changed()}
         for owner, attributes in zip(objects, before, strict=True):
@@ -285,12 +294,16 @@ class RecordedRounds(Rounds):
     def _receive(self, named: Tensors, ctx: ClientContext) -> Tensors:
         """`receive` with named tensors."""
         carry, fixed, server = carry_of(named), self.engine.fixed_of(named, ctx), State(below("server", named))
+        counts, there, width = named["ctx.n_k"], named.get("there"), len(carry.w)
+        n = width if there is None else there.sum(dtype=named["samples"].dtype)
+        counts = counts if there is None else torch.where(there, counts, 0)
 
         def average(upload: Tensors) -> Uploads:
             rows = {name: upload[name] for name in self.objective.wire[1]}
-            return Uploads.of_rows(self.objective.weighting, rows, named["ctx.n_k"], named["samples"], named["k_lr"])
+            return Uploads.of_rows(self.objective.weighting, rows, counts, n, named["samples"], named["k_lr"])
 
-        after, rows, numbers, self._bits = self.receive(server, fixed.received, carry, fixed, len(carry.w), average)
+        after, rows, numbers, (down, up) = self.receive(server, fixed.received, carry, fixed, width, average, there)
+        self._bits = down, up // width
         return {**prefixed("server", after), **prefixed("row", rows), "numbers": numbers}
 
 

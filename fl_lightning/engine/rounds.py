@@ -38,10 +38,12 @@ class Drawn:
     Attributes:
         clients: Ids of its clients.
         contexts: Their contexts.
+        receivers: Number of clients that receive the server's state; some of them may upload nothing.
     """
 
     clients: Sequence[int]
     contexts: Sequence[ClientContext]
+    receivers: int
 
     def padded(self, width: int) -> Drawn:
         """Returns a round of ``width`` clients: its own, and the first one again."""
@@ -60,7 +62,7 @@ class Trained:
     Attributes:
         server: The server's state.
         numbers: 0, or NaN if something is not finite; the training loss of each client; for each name that hooks log
-            the clients' numbers; and the server's.
+            the clients' numbers; and the server's. Clients beyond those of the round are padding.
         bits: Bits that went over the wire.
         training_s: Seconds of local training; of a recorded round, seconds of the whole round.
     """
@@ -72,8 +74,9 @@ class Trained:
 
     def split(self, clients: int, logs: int) -> tuple[Tensor, Sequence[Tensor], list[float]]:
         """Returns the losses of so many clients, and for each name that is logged their numbers, and the server's."""
-        losses, rows, server = torch.split(self.numbers[1:], [clients, logs * clients, logs])
-        return losses, rows.view(logs, clients).unbind() if logs else (), server.tolist()
+        width = (len(self.numbers) - 1 - logs) // (1 + logs)
+        losses, rows, server = torch.split(self.numbers[1:], [width, logs * width, logs])
+        return losses[:clients], rows.view(logs, width)[:, :clients].unbind() if logs else (), server.tolist()
 
 
 class Table:
@@ -149,11 +152,11 @@ class Rounds:
             carry = self.engine.steps(carry, block, fixed)
             training_s = time.perf_counter() - started
             n = len(drawn.clients)
-            server, rows, numbers, bits = self.receive(
+            server, rows, numbers, (down, up) = self.receive(
                 server, sent, carry, fixed, n, partial(self.average, drawn.contexts)
             )
             table.put(places[:n], rows)
-            yield Trained(server, numbers, bits, training_s)
+            yield Trained(server, numbers, drawn.receivers * down + up, training_s)
 
     def average(self, clients: Sequence[ClientContext], upload: Upload) -> Uploads:
         """Returns the averages of the clients' uploads, ``(clients, ...)`` by name."""
@@ -194,8 +197,15 @@ class Rounds:
         return sent, *self.engine.begin(State({**rows, **scratch}), sent, ctx, sent.w.expand(clients, -1))
 
     def receive(
-        self, server: State, sent: State, carry: Carry, fixed: Fixed, n: int, average: Callable[[Upload], Uploads]
-    ) -> tuple[State, dict[str, Tensor], Tensor, int]:
+        self,
+        server: State,
+        sent: State,
+        carry: Carry,
+        fixed: Fixed,
+        n: int,
+        average: Callable[[Upload], Uploads],
+        there: Tensor | None = None,
+    ) -> tuple[State, dict[str, Tensor], Tensor, tuple[int, int]]:
         """Calls the hooks of a round after the last local step.
 
         Args:
@@ -205,10 +215,11 @@ class Rounds:
             fixed: The arguments of all steps.
             n: Number of clients; further rows are padding.
             average: Averages uploads, ``(n, ...)`` by name.
+            there: Which of the ``n`` take part, ``(n, 1)``; the uploads and states of the others are 0. None: all.
 
         Returns:
-            The server's next state; the states that clients keep, ``(n, ...)`` by name; and numbers and bits as in
-            `Trained`.
+            The server's next state; the states that clients keep, ``(n, ...)`` by name; numbers as in `Trained`; and
+            the bits that a client receives, and that all clients upload.
         """
         objective, ctx, width = self.objective, fixed.ctx, len(carry.w)
         all_uploads, states, logs = self.engine.finish(carry, fixed)
@@ -216,6 +227,8 @@ class Rounds:
             {name: (v if v.ndim > 1 else v.expand(width, -1))[:n] for name, v in group.items()}
             for group in (all_uploads, states)
         )
+        if there is not None:
+            upload, state = ({k: torch.where(there, v, 0) for k, v in group.items()} for group in (upload, state))
         of_server = Logs(logs.names)
         now = replace(_of_server(ctx), logs=of_server)
         after = objective.finish_phase(server, sent, average(upload), now)
@@ -230,11 +243,11 @@ class Rounds:
         rows = {name: torch.stack([row[name] for row in kept]) for name in state}
         return after, rows, numbers, self.bits(sent, upload, n)
 
-    def bits(self, sent: State, upload: Upload, n: int) -> int:
-        """Returns the bits that a round puts on the wire."""
+    def bits(self, sent: State, upload: Upload, n: int) -> tuple[int, int]:
+        """Returns the bits that a client receives, and those that ``n`` clients upload."""
         objective = self.objective
         up = [objective.bits(row, up=True) for row in by_client(upload, n)[: n if self.bits_depend_on_values else 1]]
-        return n * objective.bits(sent, up=False) + sum(up) * (n // len(up))
+        return objective.bits(sent, up=False), sum(up) * (n // len(up))
 
     @property
     def bits_depend_on_values(self) -> bool:

@@ -32,7 +32,7 @@ NEEDS: Mapping[str, Callable[[Run], bool]] = {
     "a server that sums nothing over what all clients keep": lambda run: not run.objective.sums_over_kept,
     "the mean of uploads (no aggregation, no privacy)": lambda run: type(run.aggregation) is Mean,
     "rounds (no asynchronous)": lambda run: run.settings.asynchronous is None,
-    "clients that never fail": lambda run: not run.failure_kinds,
+    "uploads that arrive as they are (no faults.corrupt)": lambda run: run.settings.faults.corrupt is None,
     "no time limit of the clock": lambda run: run.timing is None or math.isinf(run.timing.clock.max_time_s),
     "minibatches (data.batch_size)": lambda run: run.data.batch_size is not None,
     "samples in memory (no stream)": lambda run: not run.data.stream,
@@ -86,14 +86,15 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
         return None
     training_s, last = sum(done.training_s for done in trained), len(trained) - 1
     for i, (cohort, done) in enumerate(zip(cohorts, trained, strict=False)):
-        run.apply(run.state.after_round(done.server, done.bits, {"refused": []}), {})
+        failed = {"refused": [], **{kind: getattr(cohort.attendance, kind) for kind in run.failure_kinds}}
+        run.apply(run.state.after_round(done.server, done.bits, failed), {})
         n, names = len(cohort.clients), run.objective.all_logs
         steps, (losses, rows_of, of_server) = sum(cohort.attendance.steps.values()), done.split(n, len(names))
         passes = steps * sum(run.contract[0].passes)
         metrics = {
             "client/train/loss": float(losses.mean()),
             **Logs.means(names, rows_of, of_server),
-            "client/refused": 0,
+            **{f"client/{kind}": len(clients) for kind, clients in failed.items()},
             **divergences(run),
             **(run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}),
             **clock.spent(run, cohort, done.bits, steps, passes, training_s, rounds=len(trained)),
@@ -144,7 +145,7 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     assert isinstance(engine, BatchedEngine)
     if run.rounds is None or run.rounds.engine is not engine:
         run.rounds = rounds_of(engine, store.w0, run.seed)
-    drawn = [Drawn(cohort.clients, cohort.contexts) for cohort in cohorts]
+    drawn = [Drawn(cohort.clients, cohort.contexts, cohort.attendance.receivers) for cohort in cohorts]
     while drawn:
         clients, contexts = ([each for of in drawn for each in getattr(of, name)] for name in ("clients", "contexts"))
         ids, minibatches = list(dict.fromkeys(clients)), run.minibatch_table(clients, contexts)

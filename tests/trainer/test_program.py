@@ -110,6 +110,37 @@ def test_the_bits_are_those_of_single_rounds(
         assert recorded(together)
 
 
+FAILING: dict[str, dict[str, Any]] = {
+    "before": {"faults": fl.Faults(drop_before=0.4)},
+    "after": {"faults": fl.Faults(drop_before=0.2, drop_after=0.2)},
+    "partial": {"faults": fl.Faults(stragglers=fl.Stragglers(2.0))},
+    "lost": {"faults": fl.Faults(stragglers=fl.Stragglers(6.0, late="lost"))},
+    "deadline": {"clock": fl.Clock(sec_per_sample=1e-3, deadline_s=0.6)},
+    "sampler": {"sampler": fl.BernoulliSampler(0.5)},
+}
+"""Ways in which fewer clients answer than are asked, or as many as the sampler likes."""
+
+
+@pytest.mark.sampled(slow=12, quick=3)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=[] if name == "FedSMOO" else pytest.mark.slow)
+        for name, how in product([name for name in ALGORITHMS if name not in ONE_BY_ONE], FAILING)
+    ],
+)
+def test_rounds_of_fewer_clients(name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that do not answer have no weight; programs end before a round of nobody."""
+    runs = []
+    for _ in range(2):
+        runs.append(train(tmp_path, CLASSES[name], seen := Rounds(), **FAILING[how]))
+        assert (len(seen.seen) < 20) is (len(runs) == 1)
+        one_by_one(monkeypatch)
+    check_same(*runs)
+    assert recorded(runs[0]) and runs[0].state.failures == runs[1].state.failures
+    assert len({*metrics(runs[0].folder.path)["client/steps"]}) > 1
+
+
 class Models(Callback):
     """Needs the local models of some rounds."""
 
@@ -400,7 +431,7 @@ LACKING: dict[str, dict[str, Any]] = {
     "a server that sums nothing over what all clients keep": {"make": fl.FedScar},
     "the mean of uploads (no aggregation, no privacy)": {"aggregation": fl.CoordinateMedian()},
     "rounds (no asynchronous)": {"asynchronous": fl.FedBuff(2), "clock": fl.Clock(sec_per_sample=1e-3)},
-    "clients that never fail": {"faults": fl.Faults(drop_after=0.2)},
+    "uploads that arrive as they are (no faults.corrupt)": {"faults": fl.Faults(corrupt=fl.Corrupt(0.2))},
     "no time limit of the clock": {"clock": fl.Clock(sec_per_sample=1e-3, max_time_s=1e9)},
     "minibatches (data.batch_size)": {"batch_size": None},
     "samples in memory (no stream)": {"stream": True},
@@ -414,8 +445,7 @@ LACKING: dict[str, dict[str, Any]] = {
 def test_rounds_that_run_one_by_one(need: str, more: dict[str, Any], tmp_path: Path) -> None:
     more = {"make": FedAvg, "max_rounds": 3, **more}
     run = train(tmp_path, more.pop("make"), seen := Rounds(), **more)
-    late = ["clients that never fail"] * (need == "rounds (no asynchronous)")  # updates may come too late
-    assert seen.seen == [1, 2, 3] and program.lacking(run) == [need, *late]
+    assert seen.seen == [1, 2, 3] and program.lacking(run) == [need]
 
 
 def test_all_needs_are_tested() -> None:
