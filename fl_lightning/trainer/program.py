@@ -33,7 +33,6 @@ NEEDS: Mapping[str, Callable[[Run], bool]] = {
     "the mean of uploads (no aggregation, no privacy)": lambda run: type(run.aggregation) is Mean,
     "rounds (no asynchronous)": lambda run: run.settings.asynchronous is None,
     "uploads that arrive as they are (no faults.corrupt)": lambda run: run.settings.faults.corrupt is None,
-    "no time limit of the clock": lambda run: run.timing is None or math.isinf(run.timing.clock.max_time_s),
     "minibatches (data.batch_size)": lambda run: run.data.batch_size is not None,
     "samples in memory (no stream)": lambda run: not run.data.stream,
     "the clients' state in memory (client_memory)": lambda run: not run.clients.on_disk,
@@ -119,12 +118,13 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
 
 
 def _cohorts(run: Run, n: int) -> list[Cohort]:
-    """Returns the cohorts of up to ``n`` rounds: those before one without clients, for which there is memory."""
+    """Returns the cohorts of up to ``n`` rounds: before one of nobody, as memory and time allow."""
     cohorts: list[Cohort] = []
     server = sum(value.nbytes for value in run.server.values())
     row = sum(math.prod(shape) for shape in run.clients.shapes.values()) * run.server.w.element_size()
     memory = MEMORY
     room = CHUNK // ((run.data.batch_size or 1) * run.data.sample_bytes(run.dtype))  # in minibatches
+    clock, time_s = run.timing and run.timing.clock, run.metrics.get("clock/time_s", 0.0)
     for t in range(run.rounds_done, run.rounds_done + n):
         cohort = Cohort.draw(run, t)
         room -= len(cohort.clients) * max(cohort.attendance.steps.values(), default=0)
@@ -132,6 +132,8 @@ def _cohorts(run: Run, n: int) -> list[Cohort]:
         if room < 0 or memory < 0 or not cohort.clients:
             break
         cohorts.append(cohort)
+        if clock and (time_s := time_s + (clock.server_s + (cohort.attendance.seconds or 0.0))) >= clock.max_time_s:
+            break
     return cohorts
 
 

@@ -141,6 +141,19 @@ def test_rounds_of_fewer_clients(name: str, how: str, tmp_path: Path, monkeypatc
     assert len({*metrics(runs[0].folder.path)["client/steps"]}) > 1
 
 
+@pytest.mark.parametrize("stop_s", [0.1, 1.0, 2.7, 4.0])
+def test_a_program_ends_when_the_clock_does(stop_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for _ in range(2):
+        clock = fl.Clock(sec_per_sample=1e-3, server_s=0.01, max_time_s=stop_s)
+        runs.append(train(tmp_path, FedAvg, seen := Rounds(), clock=clock))
+        seconds = [value for _, value in metrics(runs[-1].folder.path)["clock/time_s"]]
+        assert seconds[-1] >= stop_s and all(value < stop_s for value in seconds[:-1])
+        assert (len(seen.seen) < len(seconds)) is (len(runs) == 1 and len(seconds) > 2)
+        one_by_one(monkeypatch)
+    check_same(*runs)
+
+
 class Models(Callback):
     """Needs the local models of some rounds."""
 
@@ -432,7 +445,6 @@ LACKING: dict[str, dict[str, Any]] = {
     "the mean of uploads (no aggregation, no privacy)": {"aggregation": fl.CoordinateMedian()},
     "rounds (no asynchronous)": {"asynchronous": fl.FedBuff(2), "clock": fl.Clock(sec_per_sample=1e-3)},
     "uploads that arrive as they are (no faults.corrupt)": {"faults": fl.Faults(corrupt=fl.Corrupt(0.2))},
-    "no time limit of the clock": {"clock": fl.Clock(sec_per_sample=1e-3, max_time_s=1e9)},
     "minibatches (data.batch_size)": {"batch_size": None},
     "samples in memory (no stream)": {"stream": True},
     "the clients' state in memory (client_memory)": {"make": fl.SCAFFOLD, "client_memory": 1e-9},
