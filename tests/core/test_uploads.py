@@ -49,14 +49,16 @@ def test_averages(samples: list[int], weighting: str, seed: int, order: object) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("clients", [1, 2, 7, 100])
-def test_those_of_rows_have_the_same_bits(clients: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("padding", [0, 3])
+def test_those_of_rows_have_the_same_bits(clients: int, padding: int, dtype: torch.dtype) -> None:
     for seed in range(5):
         draw = torch.Generator().manual_seed(seed)
         vectors = torch.randn(clients, 33, generator=draw, dtype=dtype)
         samples = torch.randint(1, 100_000, (clients,), generator=draw).tolist()
         counts, k_lr = torch.tensor(samples, dtype=dtype)[:, None], torch.zeros(2, 1, dtype=dtype)
-        total = torch.tensor(float(sum(samples)))
+        total, n = torch.tensor(float(sum(samples))), torch.tensor(clients, dtype=torch.float64) if padding else clients
+        padded, counts = (torch.cat([v, torch.zeros(padding, v.shape[1], dtype=dtype)]) for v in (vectors, counts))
         for weighting in ("samples", "uniform"):
-            rows = Uploads.of_rows(weighting, {"w": vectors}, counts, total, k_lr)  # type: ignore[arg-type]
+            rows = Uploads.of_rows(weighting, {"w": padded}, counts, n, total, k_lr)  # type: ignore[arg-type]
             means = averages(vectors, samples, weighting)
             assert torch.equal(rows.mean("w"), means[0]) and torch.equal(rows.weighted("w"), means[1])

@@ -43,7 +43,7 @@ def from_the_host(objective: LocalObjective, monkeypatch: pytest.MonkeyPatch) ->
     engine = Engine(objective.to(META), FlatNet(objective.net), nullcontext)
     table = Table(dict.fromkeys(cohort.clients), run.clients.inits, server.w)
     rounds, minibatches = Rounds(engine, server.w, run.seed), run.minibatch_table(cohort.clients, cohort.contexts)
-    (trained,) = rounds.train([Drawn(cohort.clients, cohort.contexts)], minibatches, server, table)
+    (trained,) = rounds.train([Drawn(cohort.clients, cohort.contexts, 3)], minibatches, server, table)
     assert all(v.is_meta for v in trained.server.values())
     host, there = (
         {node for node in engine.stage.graph.graph.nodes if getattr(node.meta.get("val"), "is_meta", None) is on_meta}

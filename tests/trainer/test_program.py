@@ -327,7 +327,7 @@ swa.__name__ = "FedAvg"
         (swa, 5, {}),
         (fl.SCAFFOLD, 1, {"local_epochs": 2}),
         (fl.SCAFFOLD, 1, {"local_steps": 9}),
-        (FedAvg, 0, {"sampler": fl.BernoulliSampler(0.5)}),
+        (FedAvg, 2, {"sampler": fl.BernoulliSampler(0.5)}),
         (FedAvg, 1, {"clients_per_round": 1}),
     ],
 )
