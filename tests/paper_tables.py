@@ -1,9 +1,9 @@
-"""The tables of docs/experiments.md and of the papers' pages: their numbers, how their cells are run, their figures.
+"""The tables of docs/experiments.md and of the papers' pages: the papers' tables, how their cells are run, figures.
 
 ``python -m tests.paper_tables docs/experiments.md docs/experiments/*.md`` renews every block of pages between
-``<!-- papers: fedsam 2 -->`` (``files: fedsam``, ``rows: fedsam``, ``figures: fedsam``, ``known: cells``,
-``known: figures``) and its end, ``<!-- /papers -->``;
-``python -m tests.paper_tables papers fedsam 2`` prints one.
+``<!-- tables: fedsam -->`` (``files: fedsam``, ``rows: fedsam``, ``figures: fedsam``, ``known: cells``,
+``known: figures``) and its end, ``<!-- /tables -->``;
+``python -m tests.paper_tables tables fedsam`` prints one.
 """
 
 import re
@@ -17,51 +17,21 @@ from fl_lightning.results.papers import PAPERS, find
 from fl_lightning.results.recipes import columns, figures, rows
 from fl_lightning.sweeps.reproduction import why_not
 
-BLOCK = re.compile(r"<!-- (papers|files|rows|figures|known): (\S+)(?: (\S+))? -->\n(.*?)<!-- /\1 -->", re.DOTALL)
-"""A generated block: its kind, paper, table and text."""
-
-WIDEST = 8
-"""Columns of a table; one with more has its rows and columns exchanged, if that makes it narrower."""
+BLOCK = re.compile(r"<!-- (tables|files|rows|figures|known): (\S+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
+"""A generated block: its kind, what it is of, and its text."""
 
 
-def papers(paper: str, table: str) -> str:
-    """Returns the means of a paper's table: algorithms by data, several participations or metrics in one cell.
-
-    Raises:
-        UserError: If there is no such table.
-    """
-    cells = find(paper=paper, table=table)
-
-    def values(column: str) -> list[str]:
-        return list(dict.fromkeys(getattr(cell, column) for cell in cells))
-
-    data = [c for c in ("dataset", "model", "heterogeneity") if len(values(c)) > 1]
-    epochs = len({(c.dataset, c.epochs) for c in cells if c.epochs}) > len({c.dataset for c in cells if c.epochs})
-    shown: dict[str, dict[str, dict[tuple[str, str], str]]] = {}  # by row, column, metric and participation
-    parts: dict[str, dict[tuple[str, str], None]] = {}  # of each column
-    for cell in cells:
-        metric, _, at = cell.metric.partition("@")
-        row = f"{cell.algorithm}, E = {cell.epochs}" if epochs else cell.algorithm
-        column = ", ".join(filter(None, (*(getattr(cell, name) for name in data), at and f"@{at}")))
-        reason = cell.note.partition(";")[0]
-        text = reason if cell.value is None else cell.printed.partition(" ")[0] + "?" * (reason == "uncertain")
-        shown.setdefault(row, {}).setdefault(column, {})[metric, cell.participation] = text
-        parts.setdefault(column, {})[metric, cell.participation] = None
-    kinds = {column: list(dict.fromkeys(metric for metric, _ in of)) for column, of in parts.items()}
-    metrics = list(dict.fromkeys(metric for of in kinds.values() for metric in of))
-    cohorts = list(filter(None, values("participation")))
-    same = all(of in (metrics, metrics[:1]) for of in kinds.values())
-    heads = [", ".join(metrics)] * (same and metrics != ["acc"]) + [", ".join(cohorts)] * (len(cohorts) > 1)
-    named = [", ".join([c] * bool(c) + of * (not same and (not c or of != metrics[:1]))) for c, of in kinds.items()]
-    lines = [["; ".join(heads), *named]]
-    for row, of in shown.items():
-        lines.append([row, *(_together([of[c].get(p, "-") for p in parts[c]]) if c in of else "" for c in parts)])
-    return markdown(zip(*lines, strict=True) if len(parts) > max(WIDEST, len(shown)) else lines)
-
-
-def _together(values: list[str]) -> str:
-    """Several numbers in one cell; a word that all of them share, once."""
-    return values[0] if len({*values}) == 1 and not values[0][0].isdigit() else ", ".join(values)
+def tables(paper: str) -> str:
+    """Returns the tables of a paper: their data, metrics and number of cells."""
+    lines = [["table", "data", "numbers", "cells"]]
+    for table in dict.fromkeys(cell.table for cell in find(paper=paper)):
+        cells = find(paper=paper, table=table)
+        data, metrics = (
+            ", ".join(dict.fromkeys(filter(None, named)))
+            for named in ((cell.dataset for cell in cells), (cell.metric.partition("@")[0] for cell in cells))
+        )
+        lines.append([table, data, metrics, f"{len(cells):,}"])
+    return markdown(lines)
 
 
 def files(paper: str) -> str:
@@ -82,43 +52,38 @@ def settings(paper: str) -> str:
 
 
 def drawings(paper: str) -> str:
-    """Returns the figures of a paper: what they show, what is assumed, and what is missing."""
-    lines = [["figure", "shows", "assumed", "missing"]]
-    lines += [[e.number, "a schematic" if e.schematic else e.shows, e.taken, e.missing] for e in figures(paper)]
-    return markdown(lines)
+    """Returns the figures of a paper that are drawn, and what they show; those that show the same stand in one row."""
+    numbers: dict[str, list[str]] = {}
+    for each in figures(paper):
+        if not each.schematic:
+            numbers.setdefault(each.shows, []).append(each.number)
+    return markdown([["figure", "shows"], *([", ".join(of), shows] for shows, of in numbers.items())])
 
 
 def known(what: str) -> str:
-    """Returns how many cells ``reproduce`` knows, by kind, and why it does not know the others; or how many figures."""
+    """Returns how many cells, or figures, ``reproduce`` knows, and why it does not know the others."""
     if what == "figures":
         return states()
-    found = [(cell.metric.partition("@")[0], why_not(cell)) for cell in find()]
-    found = [(kind, reason and re.sub(r"^\w+ = [^:]*: ", "", reason)) for kind, reason in found]
-    unknown = {kind for kind, reason in found if reason}
-    lines = [["", what, "known", "why the others are not known"]]
-    for kind in (*sorted(unknown), "all others"):
-        of = Counter(reason for name, reason in found if name == kind or (kind not in unknown and name not in unknown))
-        reasons = "; ".join(f"{n}: {reason}" for reason, n in of.items() if reason)
-        lines.append([kind, f"{of.total():,}", f"{of[None]:,}", reasons])
-    return f"It knows {sum(reason is None for _, reason in found):,} of {len(found):,} {what}.\n\n{markdown(lines)}"
+    found = Counter(re.sub(r"^\w+ = [^:]*: ", "", why_not(cell) or "") for cell in find())
+    reasons = "; ".join(f"{n}: {reason}" for reason, n in found.most_common() if reason)
+    return f"It knows {found['']:,} of {found.total():,} {what}. The others: {reasons}.\n"
 
 
 def states() -> str:
-    """Returns how many figures are drawn as the papers describe them, and of which a part is missing."""
-    lines = [["", "figures", "as the paper describes them", "a part"]]
-    totals = Counter[str]()
+    """Returns how many figures are drawn as the papers describe them, and what the others lack."""
+    drawn = dict[tuple[str, str], str]()
     for paper in PAPERS:
-        drawn = {each.whole: "" for each in figures(paper) if not each.schematic}
-        drawn |= {each.whole: each.missing for each in figures(paper) if each.missing}
-        parts = [f"{number}, without {missing}" for number, missing in drawn.items() if missing]
-        lines.append([paper, str(len(drawn)), str(len(drawn) - len(parts)), "; ".join(parts)])
-        totals += Counter(figures=len(drawn), whole=len(drawn) - len(parts))
-    head = f"It draws {totals['figures']} figures, {totals['whole']} of them as the papers' texts describe them."
-    return f"{head}\n\n{markdown(lines)}"
+        for each in figures(paper):
+            if not each.schematic and not drawn.get((paper, each.whole)):
+                drawn[paper, each.whole] = each.missing
+    parts = [f"{paper} {number}, without {missing}" for (paper, number), missing in drawn.items() if missing]
+    whole = len(drawn) - len(parts)
+    head = f"It draws {len(drawn)} figures, {whole} of them as the papers' texts describe them."
+    return f"{head} A part: {'; '.join(parts)}.\n"
 
 
-KINDS: dict[str, Callable[..., str]] = {
-    "papers": papers, "files": files, "rows": settings, "figures": drawings, "known": known,
+KINDS: dict[str, Callable[[str], str]] = {
+    "tables": tables, "files": files, "rows": settings, "figures": drawings, "known": known,
 }  # fmt: skip
 
 
@@ -126,16 +91,15 @@ def renew(page: str) -> str:
     """Returns a page with all its blocks renewed."""
 
     def block(match: re.Match[str]) -> str:
-        kind, *of, _ = match.groups()
-        of = [name for name in of if name]
-        return f"<!-- {' '.join([f'{kind}:', *of])} -->\n{KINDS[kind](*of)}<!-- /{kind} -->"
+        kind, of, _ = match.groups()
+        return f"<!-- {kind}: {of} -->\n{KINDS[kind](of)}<!-- /{kind} -->"
 
     return BLOCK.sub(block, page)
 
 
 if __name__ == "__main__":
     if sys.argv[1] in KINDS:
-        print(KINDS[sys.argv[1]](*sys.argv[2:]), end="")
+        print(KINDS[sys.argv[1]](sys.argv[2]), end="")
     else:
         for path in map(Path, sys.argv[1:]):
             path.write_text(renew(path.read_text(encoding="utf-8")), encoding="utf-8")

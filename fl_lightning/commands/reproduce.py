@@ -192,7 +192,8 @@ def run(
     asked, reasons = tasks(cells)
     answers = [why_not(cell) or "known" for cell in cells]
     for cell, answer in zip(cells, answers, strict=True) if dry_run else ():
-        say(", ".join(filter(None, (column(cell), cell.algorithm, f"{cell.metric}: {answer}"))))
+        said = f"{cell.metric}: {answer}; in the paper {', '.join(filter(None, (cell.printed, cell.note)))}"
+        say(", ".join(filter(None, (column(cell), cell.algorithm, said))))
     for reason in () if dry_run else reasons:
         say(f"not reproduced: {reason}")
     say(f"known: {answers.count('known')} of {len(cells)} cells")

@@ -13,7 +13,6 @@ import fl_lightning
 from fl_lightning import nets
 from fl_lightning.core.errors import UserError
 from fl_lightning.results.papers import COLUMNS, PAPERS, Cell, find
-from tests.paper_tables import papers
 
 NUMBERS = {
     ("fedsam", "1"): 4 * 2, ("fedsam", "2"): 7 * 6 * 3, ("fedsam", "3"): 3 * 4 * 3 + 2 * 3 * 3 * 4,
@@ -155,19 +154,3 @@ def test_repeated_table() -> None:
         here = {name: getattr(cell, name) for name in COLUMNS if name != "table"}
         (other,) = find(**here, table="3")
         assert (other.printed, other.value) == (cell.printed, cell.value), cell
-
-
-def test_markdown() -> None:
-    lines = papers("fedgf", "5").splitlines()
-    assert lines[0] == "|  | CIFAR10, alpha=0 | CIFAR10, alpha=10 | CIFAR100, alpha=0 | CIFAR100, alpha=10 |"
-    assert lines[2:4] == [
-        "| FedGF c=0 | 68.11 | 83.78 | 29.43 | 54.06 |",
-        "| FedGF c=0.5 | 71.24 | 82.95 | 26.64 | 52.47 |",
-    ]
-    assert "| FedAvg+Mixup, E = 1 | 43.47, 50.33 | 49.25, 49.89 |" in papers("fedsam", "3").splitlines()
-    assert "| 65.00, 65.54, 68.52 |" in papers("fedsam", "2")
-    assert "| 59.9 |" in papers("fedgloss", "3") and "not converged" in papers("fedgloss", "3")
-    costs = papers("fedgloss", "5/10").splitlines()  # two metrics in a cell; a word that both have, once
-    assert costs[0].startswith("| rounds_to_fedavg, cost; 5/100, 10/100, 50/1262 |")
-    assert costs[2].startswith("| FedGloSS | 3400, 0.3 |") and "| SCAFFOLD | not reached |" in "".join(costs)
-    assert papers("fedsmoo", "7").splitlines()[0] == "|  | seconds_per_round | @74, seconds |"
