@@ -319,16 +319,13 @@ def draw_compression() -> None:
 
 
 def compression_table(loss: float = 0.1) -> str:
-    """Accuracy, loss and lambda_max of the last round, and lambda_max where the loss first falls to ``loss``."""
+    """Accuracy and lambda_max of the last round, and lambda_max where the loss first falls to ``loss``."""
     rows = stored(DOCS / "compression.csv")
-    heads = ["algorithm", "upload", "bits a number", "accuracy", "training loss", "λ_max", f"λ_max at loss {loss:g}"]
+    heads = ["algorithm", "upload", "bits a number", "accuracy", "λ_max", f"λ_max at loss {loss:g}"]
     lines = [heads]
     for algorithm, upload in dict.fromkeys((row["algorithm"], row["upload"]) for row in rows):
         seeds = runs(rows, algorithm, upload)
-        ends = [
-            spread([float(run[-1][name]) for run in seeds], n)
-            for name, n in zip(COMPRESSION[5:], (3, 3, 2), strict=True)
-        ]
+        ends = [spread([float(run[-1][name]) for run in seeds], n) for name, n in (("accuracy", 3), ("lambda_max", 2))]
         bits = f"{float(seeds[0][-1]['bits a number']):.2f}"
         lines.append([algorithm, upload, bits, *ends, spread([at_loss(run, loss) for run in seeds], 2)])
     return markdown(lines)
@@ -442,9 +439,13 @@ def critical_rows(*methods: str) -> None:
 
 
 def theory_table() -> str:
-    """A row for each number of a theorem."""
+    """A row for each quantity of a theorem; of several values of a parameter the one with the largest error."""
     rows = stored(DOCS / "theory/theory.csv")
-    return markdown([[*rows[0]], *(row.values() for row in rows)])
+    worst = dict[tuple[str, str, str], Row]()
+    for row in rows:
+        quantity = row["theorem"], row["clients"], re.sub(r", [Kηρ] = .*", "", row["quantity"])
+        worst[quantity] = max(row, worst.get(quantity, row), key=lambda each: float(each["error"]))
+    return markdown([[*rows[0]], *(row.values() for row in worst.values())])
 
 
 # docs/gallery.md and notebooks: what their own commands and cells draw
