@@ -1,7 +1,7 @@
-"""The tables of docs/experiments.md and of the papers' pages: the papers' tables, how their cells are run, figures.
+"""The tables of docs/experiments.md and of the papers' pages: the papers' tables, and how their cells are run.
 
 ``python -m tests.paper_tables docs/experiments.md docs/experiments/*.md`` renews every block of pages between
-``<!-- tables: fedsam -->`` (``files: fedsam``, ``rows: fedsam``, ``figures: fedsam``, ``known: cells``,
+``<!-- tables: fedsam -->`` (``files: fedsam``, ``rows: fedsam``, ``known: cells``,
 ``known: figures``) and its end, ``<!-- /tables -->``;
 ``python -m tests.paper_tables tables fedsam`` prints one.
 """
@@ -17,7 +17,7 @@ from fl_lightning.results.papers import PAPERS, find
 from fl_lightning.results.recipes import columns, figures, rows
 from fl_lightning.sweeps.reproduction import why_not
 
-BLOCK = re.compile(r"<!-- (tables|files|rows|figures|known): (\S+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (tables|files|rows|known): (\S+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 """A generated block: its kind, what it is of, and its text."""
 
 
@@ -51,15 +51,6 @@ def settings(paper: str) -> str:
     return markdown(lines)
 
 
-def drawings(paper: str) -> str:
-    """Returns the figures of a paper that are drawn, and what they show; those that show the same stand in one row."""
-    numbers: dict[str, list[str]] = {}
-    for each in figures(paper):
-        if not each.schematic:
-            numbers.setdefault(each.shows, []).append(each.number)
-    return markdown([["figure", "shows"], *([", ".join(of), shows] for shows, of in numbers.items())])
-
-
 def known(what: str) -> str:
     """Returns how many cells, or figures, ``reproduce`` knows, and why it does not know the others."""
     if what == "figures":
@@ -70,20 +61,17 @@ def known(what: str) -> str:
 
 
 def states() -> str:
-    """Returns how many figures are drawn as the papers describe them, and what the others lack."""
-    drawn = dict[tuple[str, str], str]()
-    for paper in PAPERS:
-        for each in figures(paper):
-            if not each.schematic and not drawn.get((paper, each.whole)):
-                drawn[paper, each.whole] = each.missing
-    parts = [f"{paper} {number}, without {missing}" for (paper, number), missing in drawn.items() if missing]
-    whole = len(drawn) - len(parts)
-    head = f"It draws {len(drawn)} figures, {whole} of them as the papers' texts describe them."
-    return f"{head} A part: {'; '.join(parts)}.\n"
+    """Returns the figures that are drawn, by paper, and what they lack of the papers' ones."""
+    drawn = {paper: [each for each in figures(paper) if not each.schematic] for paper in PAPERS}
+    lines = [["", "figures", "what is missing"]]
+    for paper, of in drawn.items():
+        missing = "; ".join(f"{each.number}: {each.missing}" for each in of if each.missing)
+        lines.append([paper, ", ".join(dict.fromkeys(each.whole for each in of)), missing])
+    return markdown(lines)
 
 
 KINDS: dict[str, Callable[[str], str]] = {
-    "tables": tables, "files": files, "rows": settings, "figures": drawings, "known": known,
+    "tables": tables, "files": files, "rows": settings, "known": known,
 }  # fmt: skip
 
 
