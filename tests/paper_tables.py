@@ -1,23 +1,25 @@
 """The tables of docs/experiments.md and of the papers' pages: the papers' tables, and how their cells are run.
 
 ``python -m tests.paper_tables docs/experiments.md docs/experiments/*.md`` renews every block of pages between
-``<!-- tables: fedsam -->`` (``files: fedsam``, ``rows: fedsam``, ``known: cells``,
+``<!-- tables: fedsam -->`` (``rows: fedsam``, ``known: cells``,
 ``known: figures``) and its end, ``<!-- /tables -->``;
 ``python -m tests.paper_tables tables fedsam`` prints one.
 """
 
 import re
+import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from fl_lightning.results.metrics import markdown
 from fl_lightning.results.papers import PAPERS, find
-from fl_lightning.results.recipes import columns, figures, rows
+from fl_lightning.results.recipes import figures, rows
 from fl_lightning.sweeps.reproduction import why_not
 
-BLOCK = re.compile(r"<!-- (tables|files|rows|known): (\S+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (tables|rows|known): (\S+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 """A generated block: its kind, what it is of, and its text."""
 
 
@@ -34,21 +36,27 @@ def tables(paper: str) -> str:
     return markdown(lines)
 
 
-def files(paper: str) -> str:
-    """Returns the files of a paper by data set and network."""
-    found: dict[str, dict[str, None]] = {}
-    for column, file in columns(paper).items():
-        found.setdefault(", ".join(column.split(", ")[:2]), {})[f"`{file}`"] = None
-    return markdown([["data set, network", "files"], *([of, ", ".join(names)] for of, names in found.items())])
-
-
 def settings(paper: str) -> str:
-    """Returns the rows of a paper, as settings over its files, and where these are from."""
+    """Returns the rows of a paper, as settings over its files, and where these are from; what all rows have, once."""
+    words = [shlex.split(row.settings) for row in rows(paper)]
+    pairs = [[*zip(of[::2], of[1::2], strict=True)] for of in words]
+    common = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*pairs))]
     lines = [["row", "over", "settings", "from"]]
-    for row in rows(paper):
+    for row, own in zip(rows(paper), pairs, strict=True):
         over = ", ".join(f"`{pattern}`" for pattern in row.over)
-        lines.append([", ".join(row.names), over, f"`{row.settings}`" if row.settings else "", row.source])
-    return markdown(lines)
+        lines.append([", ".join(row.names), over, short(own[len(common) :], row.names), row.source])
+    head = f"All rows have `{' '.join(word for pair in common for word in pair)}`, and:\n\n" if common else ""
+    return head + markdown(lines)
+
+
+def short(pairs: Sequence[tuple[str, ...]], names: Sequence[str]) -> str:
+    """Returns a row's settings without ``--model.``, and without the class that the row is named after."""
+    text = " ".join(
+        " ".join(pair) if pair[0].startswith("--") else "=".join(pair)
+        for pair in ((flag.removeprefix("--model."), value) for flag, value in pairs)
+        if pair[0] != "--model" or not any(name.startswith(pair[1]) for name in names)
+    )
+    return text and f"`{text}`"
 
 
 def known(what: str) -> str:
@@ -71,7 +79,7 @@ def states() -> str:
 
 
 KINDS: dict[str, Callable[[str], str]] = {
-    "tables": tables, "files": files, "rows": settings, "known": known,
+    "tables": tables, "rows": settings, "known": known,
 }  # fmt: skip
 
 

@@ -334,11 +334,11 @@ def test_every_cell_is_made(paper: str, part: int, parsed: FederatedCLI) -> None
     assert len(made) > 50
 
 
-def test_page_holds_tables_files_and_rows() -> None:
+def test_page_holds_tables_and_rows() -> None:
     pages = {path: path.read_text() for path in (PAGE, *PAPER_PAGES)}
     found = [(kind, of) for page in pages.values() for kind, of, _ in BLOCK.findall(page)]
     expected = {("tables", paper) for paper in PAPERS}
-    expected |= {(kind, source) for kind in ("files", "rows") for source in SOURCES}
+    expected |= {("rows", source) for source in SOURCES}
     assert len(found) == len({*found}) and {*found} == expected | {("known", "cells"), ("known", "figures")}
 
 
