@@ -40,7 +40,7 @@ def settings(paper: str) -> str:
     """Returns the rows of a paper, as settings over its files, and where these are from; what all rows have, once."""
     words = [shlex.split(row.settings) for row in rows(paper)]
     pairs = [[*zip(of[::2], of[1::2], strict=True)] for of in words]
-    common = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*pairs))]
+    common = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*pairs, strict=False))]
     lines = [["row", "over", "settings", "from"]]
     for row, own in zip(rows(paper), pairs, strict=True):
         over = ", ".join(f"`{pattern}`" for pattern in row.over)
