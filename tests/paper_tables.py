@@ -24,15 +24,15 @@ BLOCK = re.compile(r"<!-- (tables|rows|known): (\S+) -->\n(.*?)<!-- /\1 -->", re
 
 
 def tables(paper: str) -> str:
-    """Returns the tables of a paper: their data, metrics and number of cells."""
-    lines = [["table", "data", "numbers", "cells"]]
+    """Returns the tables of a paper: their data and metrics."""
+    lines = [["table", "data", "numbers"]]
     for table in dict.fromkeys(cell.table for cell in find(paper=paper)):
         cells = find(paper=paper, table=table)
         data, metrics = (
             ", ".join(dict.fromkeys(filter(None, named)))
             for named in ((cell.dataset for cell in cells), (cell.metric.partition("@")[0] for cell in cells))
         )
-        lines.append([table, data, metrics, f"{len(cells):,}"])
+        lines.append([table, data, metrics])
     return markdown(lines)
 
 
