@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fl_lightning.sweeps.trials import Build
 
 COMMANDS = {"federated": "fit", "centralized": "centralized"}
+MACHINE = ("cpu", "device", "torch", "engine")
+"""What two starts must share for the same bits."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,6 @@ def compare_run(row: Path, run: Path, shown: Path) -> Again:
     }
     apart = {name: _apart(pairs, dict(here.get(name, ()))) for name, pairs in before.items() if name[:5] != "time/"}
     start = starts(run)[-1]
-    alike = all(each[key] == start[key] for each in kept["starts"] for key in ("cpu", "device", "torch", "engine"))
     last = (
         (value, dict(here.get(name, ())).get(at, math.inf))
         for name in tested(before)
@@ -130,7 +131,13 @@ def compare_run(row: Path, run: Path, shown: Path) -> Again:
     final = next((abs(a - b) for a, b in last), math.inf)
     far, whole = {name: value for name, value in apart.items() if value}, rounds >= kept["rounds"]
     return Again(
-        start, far, not far and (not whole or kept["weights"] == trained["weights"]), alike, final, rounds, whole
+        start,
+        far,
+        not far and (not whole or kept["weights"] == trained["weights"]),
+        _alike(kept, start),
+        final,
+        rounds,
+        whole,
     )
 
 
@@ -171,14 +178,22 @@ def _unsigned(files: Mapping[str, str]) -> dict[str, Any]:
 
 
 def verdict(row: Path) -> bool | None:
-    """Returns what the newest check of a row found: equal to the bit, or wrong; None without one of its present files.
+    """Returns what checks of a row's present files found: equal to the bit, or wrong; None if they decide nothing.
 
-    A check on another kind of processor that was within the tolerance is neither.
+    The newest one counts that was equal to the bit, or was made on the row's own kind of machine. Without one, the
+    newest from elsewhere does: wrong beyond the tolerance, and neither within it.
     """
-    newest = next(iter(reversed(about(row)["checks"])), None)
-    if newest is None or newest.get("digest", now := digest(row)) != now:
-        return None
-    return True if newest["same"] else None if newest.get("met", True) else False
+    kept, now = about(row), digest(row)
+    checks = [each for each in kept["checks"] if each.get("digest", now) == now]
+    bits = [each for each in checks if each["same"] or _alike(kept, each)]
+    for newest in (bits or checks)[-1:]:
+        return True if newest["same"] else None if newest["met"] else False
+    return None
+
+
+def _alike(about: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
+    """Returns whether a start has the kind of machine of a row."""
+    return all(each[key] == start[key] for each in about["starts"] for key in MACHINE)
 
 
 def _apart(before: Pairs, here: Mapping[float, float]) -> float:

@@ -16,7 +16,7 @@ from fl_lightning.trainer import RunFolder
 
 
 def add(run: Path, store: Store, name: str, suite: str | None = None) -> None:
-    """Puts a run into a store, without writing it; the checks of a row with the same weights stay.
+    """Puts a run into a store, without writing it; the checks of a row with the same weights stay, the newest last.
 
     Args:
         run: The folder of a run that has ended, or of a row, such as one of another store.
@@ -39,7 +39,8 @@ def add(run: Path, store: Store, name: str, suite: str | None = None) -> None:
         before["weights"] == about["weights"],
         f"{store.folder / name}: a row with other weights; remove it, or give another folder by --into",
     )
-    about |= {"checks": max(about["checks"], before["checks"], key=len)} | ({"suite": suite} if suite else {})
+    checks = before["checks"] + [each for each in about["checks"] if each not in before["checks"]]
+    about |= {"checks": sorted(checks, key=lambda each: each["date"])} | ({"suite": suite} if suite else {})
     store.put(name, {**texts, ROW: json_text(about, indent=1)})
 
 
