@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fl_lightning.core import (
     PositiveInt,
@@ -11,6 +11,7 @@ from fl_lightning.core import (
     check_folder,
     checked,
     ensure,
+    json_text,
     make_folder,
     render,
     write_atomically,
@@ -55,8 +56,8 @@ def run(
             shown beside the reference, once all follow the store's rules and no other row has changed.
         minutes: For check: a row is trained no longer than this, and as many of its rounds are compared; null: to its
             end.
-        out: For page and claims: the file, beside which its figure lies; null: the page is printed. For extract and
-            run: the folder; null: in runs.
+        out: For page and claims: the file, beside which its figures and its numbers as JSON lie; null: the page is
+            printed. For extract and run: the folder; null: in runs.
     """
     new = _beyond(paths, Path(beyond)) if beyond and action in ("check", "page") else None
     if out is not None:
@@ -94,7 +95,7 @@ def run(
         from fl_lightning.studies.page import page
 
         shown = methods.split(",") if methods else None
-        head, sections = page(paths, shown if new is None else [*new.values()])
+        head, sections, numbers = page(paths, shown if new is None else [*new.values()])
         text = [head]
         for name, table, figure in sections:
             several = len(sections) > 1
@@ -104,19 +105,23 @@ def run(
                 picture = picture.with_stem(f"{picture.stem}_{name}") if several else picture
                 text.append(f"![Curves of the runs, or a point for each run]({picture.name})")
                 write_atomically(make_folder(picture.parent) / picture.name, render(figure(), png={})[0])
-        _show("\n\n".join([*text, ""]), out)
+        _show("\n\n".join([*text, ""]), numbers, out)
     else:
         from fl_lightning.studies import claims
 
-        _show("\n".join(claims.page(Path(path)) for path in paths), out)
+        pages = [claims.page(Path(path)) for path in paths]
+        _show("\n".join(text for text, _ in pages), [claim for _, found in pages for claim in found], out)
 
 
-def _show(page: str, out: str | None) -> None:
-    """Prints a page, or writes it."""
+def _show(page: str, numbers: Sequence[Mapping[str, Any]], out: str | None) -> None:
+    """Prints a page, or writes it, and beside it its numbers as JSON, of which each has a line."""
     if out is None:
         print(page, end="")
     else:
-        write_atomically(make_folder(Path(out).parent) / Path(out).name, page)
+        path = make_folder(Path(out).parent) / Path(out).name
+        lines = path.with_suffix(".json")
+        write_atomically(lines, "[" + ",".join(map(json_text, numbers)) + "]\n")
+        write_atomically(path, f"{page}[The numbers of this page as JSON]({lines.name})\n")
         say(f"written: {out}")
 
 
@@ -136,8 +141,11 @@ def _rows(paths: Sequence[str]) -> Mapping[Path, list[str]]:
 
 
 def _add(paths: Sequence[str], into: Path) -> None:
-    """Adds runs to a store; of several versions of a run each is a row."""
+    """Adds runs to a store; of several versions of a run each is a row, and has the suite whose study it follows."""
+    from fl_lightning.commands.shared import trials
     from fl_lightning.studies.store import add
+    from fl_lightning.studies.study import Study
+    from fl_lightning.studies.suite import about_of
     from fl_lightning.trainer import RunFolder
 
     added = list[str]()
@@ -150,6 +158,8 @@ def _add(paths: Sequence[str], into: Path) -> None:
                 several = run.name != parts[-1] and sum(other.parent == run.parent for other in found) > 1
                 added.append("/".join([*parts, *[run.name] * several]))
                 add(run, store, added[-1])
+        if "methods" in about_of(into):
+            Study.read(into, into, into, trials.build, trials.check).mark(store, added)
     for name in added:
         say(f"added: {into / name}")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fl_lightning.core import ensure
 from fl_lightning.core.options import fits
 from fl_lightning.results import markdown
-from fl_lightning.results.compare import Group, apart, compare, interval
+from fl_lightning.results.compare import Difference, Group, apart, compare, interval
 from fl_lightning.results.rows import ROWS, Store
 from fl_lightning.studies.suite import RUNNER_UP, Suite, written
 
@@ -73,24 +73,26 @@ class Found(NamedTuple):
 
     Attributes:
         verdict: ``seen``, ``not seen``, ``against``, ``open``, or nothing where the methods have not both been run.
-        leaning: What it would be with seeds enough.
+        leaning: What it would be with seeds enough; ``open`` of a single one.
         text: The cell.
+        by: The difference.
     """
 
     verdict: str
     leaning: str
     text: str
+    by: Difference | None = None
 
 
-def page(file: Path) -> str:
-    """Returns the page of a file of claims, as Markdown.
+def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the page of a file of claims, as Markdown, and each claim with its verdict and numbers.
 
     Raises:
         UserError: If the file or a row is damaged.
     """
     text = written(file, FORMS, "ledger/claims.yaml")
     columns = [column for store, name in text["stores"].items() for column in _columns(file.parent / store, name)]
-    lines, verdicts, leanings = [], Counter[str](), Counter[str]()
+    lines, claims, verdicts, leanings = [], [], Counter[str](), Counter[str]()
     for claim in text["claims"]:
         found = judged(claim, columns)
         run = [(column, each) for column, each in zip(columns, found, strict=True) if each.verdict]
@@ -107,11 +109,26 @@ def page(file: Path) -> str:
         rests = ["two settings each" if twice else "one setting each"] * bool(tuned)
         rests += ["published settings"] * (len(tuned) < len(run))
         said = f"**{verdict}**{LEANS.get(leaning, '') if verdict == 'open' else ''}"
+        numbers = {
+            column.title: {
+                "verdict": each.verdict,
+                "leaning": each.leaning,
+                "difference": each.by.mean,
+                "interval": each.by.ends,
+                "seeds": each.by.seeds,
+            }
+            for column, each in run
+            if each.by
+        }
+        claims.append({**claim, "verdict": verdict, "columns": numbers})
         lines.append([said, claim["claim"], claim["paper"], of, *(each.text for each in found), "; ".join(rests)])
-    of_columns = [f"{column.title} ({column.seeds} of {column.suite.seeds} seeds)" for column in columns]
+    of_columns = [
+        f"{c.title} ({c.seeds} of {c.suite.seeds} seeds{'' if c.suite.alone else ', not alone'})" for c in columns
+    ]
     heads = ["verdict", "claim", "paper", "difference", *of_columns, "rests on"]
     summary = _summary(verdicts, leanings, columns)
-    return "\n\n".join([f"# {text['title']}", summary, text["before"], markdown([heads, *lines]), text["after"], ""])
+    shown = [f"# {text['title']}", summary, text["before"], markdown([heads, *lines]), text["after"], ""]
+    return "\n\n".join(shown), claims
 
 
 def overall(verdicts: Iterable[str]) -> str:
@@ -130,43 +147,44 @@ def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Found]:
         _tested(claim, [m + end for m, end in zip(claim["methods"], of, strict=True)], columns) for of in ends
     ]
     merged = []
-    for k, (column, (verdict, leaning, text)) in enumerate(zip(columns, first, strict=True)):
-        if not verdict:
-            merged.append(first[k])
-            continue
-        agree = all(way[k].leaning in ("", leaning) for way in others)
-        verdict = verdict if agree else "open"
-        lean = LEANS.get(leaning, "") * (verdict == "open") + ", not with the runner-up" * (not agree)
-        lost = "; ".join(
-            f"{m} collapsed with seed {', '.join(s)}" for m in claim["methods"] if (s := column.lost.get(m))
-        )
-        merged.append(
-            Found(verdict, leaning if agree else "open", f"{verdict}{lean}: {text}" + f" ({lost})" * bool(lost))
-        )
+    for k, (column, one) in enumerate(zip(columns, first, strict=True)):
+        if one.verdict:
+            agree = all(way[k].leaning in ("", one.leaning) for way in others)
+            verdict, leaning = (one.verdict, one.leaning) if agree else ("open", "open")
+            lean = LEANS.get(one.leaning, "") * (verdict == "open") + ", not with the runner-up" * (not agree)
+            lost = "; ".join(
+                f"{m} collapsed with seed {', '.join(s)}" for m in claim["methods"] if (s := column.lost.get(m))
+            )
+            one = Found(verdict, leaning, f"{verdict}{lean}: {one.text}" + f" ({lost})" * bool(lost), one.by)
+        merged.append(one)
     return merged
 
 
 def _tested(claim: Mapping[str, Any], methods: Sequence[str], columns: Sequence[Column]) -> list[Found]:
-    """Returns what two rows of methods say in each column, with Holm's procedure over the columns."""
+    """Returns what two rows of methods say in each column, with Holm's procedure over those that decide.
+
+    Over all columns for one that decides nothing.
+    """
     from scipy.stats import ttest_1samp  # takes a second to import
 
     by_title = {column.title: column for column in columns}
     values = [[*_apart(claim, methods, column, by_title).values()] for column in columns]
-    p_values = holm([nan if len(each) < 2 else float(ttest_1samp(each, 0).pvalue) for each in values])
+    alone = [nan if len(each) < 2 else float(ttest_1samp(each, 0).pvalue) for each in values]
+    decide = holm([p if column.suite.alone else nan for column, p in zip(columns, alone, strict=True)])
     found = []
-    for column, each, p in zip(columns, values, p_values, strict=True):
+    for column, each, *p_values in zip(columns, values, holm(alone), decide, strict=True):
         if not each:
-            base = column.title == _base(claim, column)
-            both = all(method in column.groups for method in methods)
-            found.append(Found("", "", "" if base else "not measured" if both else "not run"))
+            lacks = "not measured" if all(method in column.groups for method in methods) else "not run"
+            found.append(Found("", "", lacks if _base(claim, column) in {None, *by_title} - {column.title} else ""))
             continue
-        by = interval(each)
-        leaning = "not seen" if p >= LEVEL else "seen" if (by.mean > 0) == claim["larger"] else "against"
+        by, p = interval(each), p_values[column.suite.alone]
+        side = "seen" if (by.mean > 0) == claim["larger"] else "against"
+        leaning = "open" if by.seeds < 2 else "not seen" if p >= LEVEL else side
         percent = claim["measure"] in ("mean", "std")
         text = by.text("+.2f", 100.0) + " pp" if percent else by.text("+.3g")
-        seeds = f", {by.seeds} seeds" * (by.seeds < column.seeds)
+        seeds = f", {by.seeds} seed{'s' * (by.seeds > 1)}" * (by.seeds < column.seeds)
         verdict = "open" if by.seeds < column.suite.seeds else leaning
-        found.append(Found(verdict, leaning, text.replace("-", "−") + seeds))
+        found.append(Found(verdict, leaning, text.replace("-", "−") + seeds, by))
     return found
 
 
@@ -205,7 +223,8 @@ def _columns(store: Path, name: str) -> Iterator[Column]:
         found = {group.name: suite.survivors(group) for group in whole}
         groups = {method: left for method, (left, _) in found.items()}
         lost = {method: gone for method, (_, gone) in found.items()}
-        yield Column(f"{name}, {column.replace('_', ' ')}", suite, groups, lost, max(len(each.runs) for each in whole))
+        title = ", ".join(filter(None, [name, column.replace("_", " ")]))
+        yield Column(title, suite, groups, lost, max(len(each.runs) for each in whole))
 
 
 def _summary(verdicts: Counter[str], leanings: Counter[str], columns: Sequence[Column]) -> str:

@@ -39,8 +39,10 @@ Section = tuple[str, str, Callable[[], Figure]]
 """A column on the page: its name, its text, and what draws its figure."""
 
 
-def page(rows: Sequence[str | Path], methods: Sequence[str] | None = None) -> tuple[str, list[Section]]:
-    """Returns the head of a page of rows, as Markdown, and a section for each of their columns.
+def page(
+    rows: Sequence[str | Path], methods: Sequence[str] | None = None
+) -> tuple[str, list[Section], list[dict[str, Any]]]:
+    """Returns the head of a page of rows, as Markdown, a section for each of their columns, and each row's numbers.
 
     Methods are compared within a column only. A figure has curves, or accuracy against lambda_max of many methods.
 
@@ -59,19 +61,20 @@ def page(rows: Sequence[str | Path], methods: Sequence[str] | None = None) -> tu
     rules = (
         f"Suite *{suite.name}*: {suite.kind}{source}; {suite.seeds} seeds decide{'' if suite.alone else ', not alone'}."
     )
-    sections, compared = list[Section](), list[list[Group]]()
+    sections, compared, numbers = list[Section](), list[list[Group]](), list[dict[str, Any]]()
     for column, folders in of_column.items():
         groups = compare(folders, target=suite.targets.get(column.name))
         reference = next((group for group in groups if group.name == given.get("reference")), groups[0])
         groups = [each for each in groups if methods is None or each is reference or each.name in methods]
         alive = [left for each in groups if (left := suite.survivors(each)[0]).runs]
-        text = _section(groups, groups.index(reference), suite, given.get("verified", ()))
+        text, of_rows = _section(groups, groups.index(reference), suite, given.get("verified", ()))
+        numbers += ({"column": column.name, **each} for each in of_rows)
         sections.append((column.name, text, _figure(alive)))
         compared.append(groups)
     tried = tuning.front(found[0]) if rows and (found := store_of(rows[0])) else []
     head = [f"# {given['title']}", given["text"], rules if "suite" in given else "", LEGEND]
     head += [profiles.table(compared), f"{TRIED}\n\n{_tried(tried)}" if tried else ""]
-    return "\n\n".join(filter(None, head)), sections
+    return "\n\n".join(filter(None, head)), sections, numbers
 
 
 def _tried(front: Sequence[Mapping[str, Any]]) -> str:
@@ -81,15 +84,28 @@ def _tried(front: Sequence[Mapping[str, Any]]) -> str:
     return markdown([["method", "settings", "accuracy", "lambda_max"], *lines]).strip()
 
 
-def _section(groups: Sequence[Group], reference: int, suite: Suite, verified: Sequence[str]) -> str:
-    """Returns the table of a column, and where its rows are from."""
+def _section(
+    groups: Sequence[Group], reference: int, suite: Suite, verified: Sequence[str]
+) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the table of a column, and where its rows are from; and the numbers of each row."""
     found = [suite.survivors(group) for group in groups]
     left = [group for group, _ in found if group.runs]
-    shown = [c for c in columns(groups) if c.against is None and c.of in (*SHOWN, *suite.measures)]
-    shown += differences(shown, found[reference][0], groups[reference].name)
+    measured = [c for c in columns(groups) if c.against is None and c.of in (*SHOWN, *suite.measures)]
+    shown = [*measured, *differences(measured, found[reference][0], groups[reference].name)]
     table = [["method", "seeds", "collapsed", "label", *(column.head for column in shown)]]
+    numbers = list[dict[str, Any]]()
     for whole, (group, lost) in zip(groups, found, strict=True):
-        label = _label(whole, verified)
+        numbers += (
+            {
+                "method": group.name,
+                "seed": seed and seed[0],
+                "collapsed": folder not in group.folders,
+                "equal": verdict(folder),
+                **{column.key: Group.value(run, column.of) for column in measured},
+            }
+            for folder, seed, run in zip(whole.folders, whole.seeds, whole.runs, strict=True)
+        )
+        label = _label([each["equal"] for each in numbers[-len(whole.runs) :]], group.name in verified)
         cells = (cell(group, column, left, Markup(best="**{}**")) for column in shown)
         table.append([group.name, str(len(group.runs)), f"seed {', '.join(lost)}" * bool(lost), label, *cells])
     starts: list[dict[str, Any]] = [start for of in groups for row in of.folders for start in about(row)["starts"]]
@@ -98,7 +114,7 @@ def _section(groups: Sequence[Group], reference: int, suite: Suite, verified: Se
         sorted({start["cpu"] for start in starts}),
     )
     made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, torch {starts[0]['torch']}, {starts[0]['precision']}."
-    return f"{markdown(table).strip()}\n\n{_front(left)}{made}"
+    return f"{markdown(table).strip()}\n\n{_front(left)}{made}", numbers
 
 
 def _front(groups: Sequence[Group]) -> str:
@@ -115,11 +131,10 @@ def _figure(groups: Sequence[Group]) -> Callable[[], Figure]:
     return lambda: plot_curves(runs) if len(groups) <= FEW else plot_tradeoff(groups, "lambda_max")
 
 
-def _label(group: Group, verified: Sequence[str]) -> str:
-    """Returns what a reader may rely on, and how many rows are equal to the bit, or wrong, by the newest checks."""
-    found = [verdict(row) for row in group.folders]
+def _label(found: Sequence[bool | None], is_verified: bool) -> str:
+    """Returns what a reader may rely on, and how many rows are equal to the bit, or wrong, by their checks."""
     same, wrong = found.count(True), found.count(False)
     if wrong:
         return f"{wrong} wrong"
-    label = "verified" if group.name in verified else "checked"
+    label = "verified" if is_verified else "checked"
     return f"{label}, {same} of {len(found)}" if same else "self-reported"

@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 
 from fl_lightning.core import UserError, ensure, make_folder, write_atomically
-from fl_lightning.results.rows import ABOUT, Store, alone
+from fl_lightning.results import differences
+from fl_lightning.results.rows import ABOUT, Line, Store, alone
 from fl_lightning.studies import tuning
-from fl_lightning.studies.store import add
+from fl_lightning.studies.store import add, portable
 from fl_lightning.studies.suite import RUNNER_UP, Suite, about_of, frozen
 from fl_lightning.sweeps.trials import Build, Check, Trial, run_trials
 
@@ -79,34 +80,53 @@ class Study:
         )
         for name in methods or self.given["methods"]:
             for end in ["", RUNNER_UP] if name in self.given.get("runner_up", ()) else [""]:
-                if missing := self.missing(name + end):
-                    chosen = [f"--{key}={value}" for key, value in self.chosen(name, end).items()]
-                    for row, args in missing.items():
-                        self.train(row, [*self._args(name, "rows"), *chosen, *args])
+                kept = {line["row"] for line in Store(self.store).lines}
+                if missing := [row for row in self.rows(name + end) if row not in kept]:
+                    if not self.tuned(name):
+                        self.tune(name)
+                    for row in missing:
+                        self.train(row, self.args(name + end, row))
                         yield self.store / row
 
-    def missing(self, name: str) -> dict[str, list[str]]:
-        """Returns the rows of a method that the store lacks, and the settings of their columns and seeds."""
-        kept = {line["row"] for line in Store(self.store).lines}
-        rows = {
-            f"{column.replace(' ', '_')}/{name}/seed_{seed}": [*shlex.split(more), *_of(seed)]
+    def rows(self, method: str) -> dict[str, list[str]]:
+        """Returns the rows of a method, and the settings of their columns and seeds."""
+        return {
+            f"{column.replace(' ', '_')}/{method}/seed_{seed}": [*shlex.split(more), *_of(seed)]
             for column, more in self.given["columns"].items()
             for seed in self.given["seeds"]
         }
-        return {row: args for row, args in rows.items() if row not in kept}
 
-    def chosen(self, name: str, end: str = "") -> dict[str, str]:
-        """Returns the tuned settings of a method: its best ones.
+    def args(self, method: str, row: str) -> list[str]:
+        """Returns the arguments of a row: those of its method with its tuned settings, and of its column and seed."""
+        name = method.removesuffix(RUNNER_UP)
+        tried = tuning.read(self.store).get(name)
+        best = tuning.chosen(tried, rank=method != name) if tried else {}
+        settings = [f"--{key}={value}" for key, value in best.items()]
+        return [*self._args(name, "rows"), *settings, *self.rows(method)[row]]
 
-        Args:
-            name: The method.
-            end: ``RUNNER_UP`` for the second-best ones.
+    def mark(self, store: Store, rows: Sequence[str]) -> None:
+        """Says of the rows of a store that are as the study trains them by which rules they were trained.
+
+        Raises:
+            UserError: If such a row cannot be made here, as when its class is not found.
         """
-        if not self.given["methods"][name][1:]:
-            return {}
-        if name not in tuning.read(self.store):
-            self.tune(name)
-        return tuning.chosen(tuning.read(self.store)[name], rank=bool(end))
+        rules = frozen(self.given)
+        for line in (each for each in store.lines if each["row"] in rows and each["about"].get("suite") != rules):
+            if self.follows(line, store.config(line)):
+                line["about"]["suite"] = rules
+
+    def follows(self, line: Line, config: Mapping[str, Any]) -> bool:
+        """Returns whether a line and its config are those of a row of the study."""
+        row, method = line["row"], line["method"]
+        name = method.removesuffix(RUNNER_UP)
+        if name not in self.given["methods"] or row not in self.rows(method) or not self.tuned(name):
+            return False
+        own, ours = map(portable, (config, self.check(Trial(row, tuple(self.args(method, row))))))
+        return not differences(own, ours) and own["trainer"]["callbacks"] == ours["trainer"]["callbacks"]
+
+    def tuned(self, name: str) -> bool:
+        """Returns whether a method has no ranges, or its settings have been tried."""
+        return not self.given["methods"][name][1:] or name in tuning.read(self.store)
 
     def tune(self, name: str) -> None:
         """Trains a method with each setting that it tries and each seed of the tuning, and keeps what comes out.

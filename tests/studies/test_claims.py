@@ -47,7 +47,7 @@ def made(folder: Path, rows: Mapping[str, Sequence[float]], claim: Mapping[str, 
 
 def cells(file: Path) -> list[str]:
     """The cells of the claim: verdict, claim, paper, difference, the columns, and what it rests on."""
-    (found,) = (text for text in page(file).splitlines() if "| A is better than B |" in text)
+    (found,) = (text for text in page(file)[0].splitlines() if "| A is better than B |" in text)
     return [cell.strip() for cell in found.strip("|").split("|")]
 
 
@@ -87,6 +87,25 @@ def test_a_suite_that_does_not_decide_alone_leaves_a_claim_open(tmp_path: Path) 
     assert found[0] == "**open**, as claimed" and found[4].startswith("seen: ")
 
 
+def test_one_seed_says_nothing(tmp_path: Path) -> None:
+    found = cells(made(tmp_path, {"c/A": BETTER[:1], "c/B": BASE}))
+    assert found[0] == "**open**" and found[4] == "open: +10.00 pp, 1 seed"
+
+
+def test_numbers_of_a_claim_are_those_of_its_cells_in_full(tmp_path: Path) -> None:
+    (found,) = page(made(tmp_path, {"A": BETTER, "B": BASE, "C": BASE}))[1]
+    by = ttest_rel(BETTER, BASE)
+    assert (
+        {key: found[key] for key in CLAIM} == CLAIM and found["verdict"] == "seen" and [*found["columns"]] == ["small"]
+    )
+    numbers = found["columns"]["small"]
+    assert (numbers["verdict"], numbers["leaning"], numbers["seeds"]) == ("seen", "seen", 5)
+    assert numbers["interval"] == pytest.approx([*by.confidence_interval()])
+    assert numbers["difference"] == pytest.approx(math.fsum(BETTER) / 5 - math.fsum(BASE) / 5)
+    (found,) = page(made(tmp_path, {"A": BETTER}, {**CLAIM, "methods": ["A", "D"]}))[1]
+    assert (found["verdict"], found["columns"]) == ("open", {})  # a method that no store has
+
+
 def test_a_claim_is_seen_only_where_the_runner_up_agrees(tmp_path: Path) -> None:
     rows = {"c/A": BETTER, "c/B": BASE, "c/A (runner-up)": BETTER, "c/B (runner-up)": BASE}
     found = cells(made(tmp_path / "both", rows, kind="equal budget"))
@@ -104,6 +123,12 @@ def test_the_columns_of_a_claim_are_tested_together(tmp_path: Path) -> None:
     assert cells(made(tmp_path / "one", {"c/A": weak, "c/B": BASE}))[0] == "**seen**"
     many = {f"c{k}/{name}": of for k in range(5) for name, of in (("A", weak if k == 0 else SAME), ("B", BASE))}
     assert cells(made(tmp_path / "five", many))[0] == "**not seen**"
+    made(tmp_path / "one", many, alone=False)  # nor do columns that decide nothing cost those that do
+    (tmp_path / "one" / "rows").rename(tmp_path / "one" / "others")
+    file = made(tmp_path / "one", {"c/A": weak, "c/B": BASE})
+    text = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**text, "stores": {"rows": "small", "others": "others"}}))
+    assert cells(file)[0] == "**seen**"
 
 
 def test_a_claim_on_the_difference_of_two_columns(tmp_path: Path) -> None:

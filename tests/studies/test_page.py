@@ -25,7 +25,7 @@ def test_collapsed_seeds_are_named_and_enter_no_mean(tmp_path: Path) -> None:
     """Nor does a method stop the page whose seeds have all collapsed."""
     rows = {"c/A": [*BETTER[:4], 0.1], "c/B": BASE, "c/C": [0.1, 0.1]}
     made(tmp_path, rows, name="small 1", collapsed=0.2, targets={"c": 0.82})
-    head, ((name, text, draw),) = page([tmp_path / "rows"])
+    head, ((name, text, draw),), numbers = page([tmp_path / "rows"])
     assert "Suite *small 1*: as published; 5 seeds decide." in head and name == "c"
     found = table(text)
     assert found["A"][1:4] == ["4", "seed 4", "self-reported"] and found["C"][1:4] == [
@@ -40,6 +40,11 @@ def test_collapsed_seeds_are_named_and_enter_no_mean(tmp_path: Path) -> None:
     assert found["A"][at["rounds to 0.82 ↓"]] == "1 (2 of 4)"  # the others never reached it
     assert "c0ffee0; A processor, torch 2, 32-true" in text
     draw()
+    accuracies = [(name, k, acc) for name, of in rows.items() for k, acc in enumerate(of)]
+    assert [(f"{of['column']}/{of['method']}", of["seed"], of["mean"]) for of in numbers] == accuracies
+    assert [of["collapsed"] for of in numbers] == [acc <= 0.2 for _, _, acc in accuracies]
+    assert {of["equal"] for of in numbers} == {None} and numbers[3]["target_rounds"] == 1
+    assert numbers[0]["target_rounds"] is None  # 0.80
 
 
 def test_methods_are_compared_within_a_column_only(tmp_path: Path) -> None:

@@ -20,15 +20,16 @@ from PIL import Image
 
 import fl_lightning
 from fl_lightning import UserError
-from fl_lightning.core import json_text
+from fl_lightning.core import json_text, json_values
 from fl_lightning.results.compare import compare
 from fl_lightning.results.configs import SINCE
 from fl_lightning.results.metrics import read_directions
 from fl_lightning.results.rows import Store, changes, config_text, extract, located
 from fl_lightning.results.summary import headline
 from fl_lightning.studies import claims
+from fl_lightning.studies.check import verdict
 from fl_lightning.studies.page import page
-from fl_lightning.studies.store import portable
+from fl_lightning.studies.store import digest, portable
 from tests import renew
 from tests.runs import DIGITS, cli
 from tests.runs import run as train
@@ -102,12 +103,16 @@ def test_bytes_of_a_store_are_those_of_its_rows(study: Path, tmp_path: Path) -> 
 def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Path, tmp_path: Path) -> None:
     """As when two branches have added rows; a row with other weights is refused."""
     store = Store(copy)
-    store.lines[1]["about"]["checks"] = [{"same": True}]
+    store.lines[1]["about"]["checks"] = [{"same": True, "date": "2026-01-03"}]
     store.write()
     for given in (copy, study / "rows"):
         cli("study", "add", str(given), f"--into={tmp_path / 'both'}")
     for name in ("rows.jsonl", "metrics.csv.xz"):
         assert (tmp_path / "both" / name).read_bytes() == (copy / name).read_bytes()
+    store.lines[1]["about"]["checks"] = [{"same": False, "date": "2026-01-02"}]
+    store.write()
+    cli("study", "add", str(copy), f"--into={tmp_path / 'both'}")
+    assert [each["same"] for each in about(tmp_path / "both", store.lines[1]["row"])["checks"]] == [False, True]
     store.lines[2]["about"]["weights"] = "another"
     store.write()
     with pytest.raises(SystemExit, match="a row with other weights"):
@@ -227,7 +232,12 @@ def test_a_row_trained_again_is_equal_to_the_bit(
     page = capsys.readouterr().out
     assert "# Small" in page and "| FedSAM | 2 |  | checked, 1 of 2 |" in page and "− FedAvg" in page
     cli("study", "page", str(copy), "--out", str(tmp_path / "pages" / "small.md"))
-    assert "![" in (tmp_path / "pages" / "small.md").read_text()
+    text = (tmp_path / "pages" / "small.md").read_text()
+    assert "![" in text and text.endswith("(small.json)\n")
+    rows = json.loads((tmp_path / "pages" / "small.json").read_text())
+    assert [(row["method"], row["seed"], row["equal"]) for row in rows] == [
+        (*each, True if each == ("FedSAM", 1) else None) for each in SEEDS
+    ]
     with Image.open(tmp_path / "pages" / "small.png") as image:
         image.load()
 
@@ -298,6 +308,46 @@ def test_a_row_with_another_bit_is_wrong_and_the_page_says_so(copy: Path, capsys
 
 
 @pytest.mark.parametrize(
+    ("checks", "found"),
+    [
+        ([], None),
+        (["same"], True),
+        (["other"], False),
+        (["same", "other"], False),
+        (["other", "same"], True),
+        (["same", "near elsewhere"], True),
+        (["same", "far elsewhere"], True),
+        (["other", "near elsewhere"], False),
+        (["same elsewhere", "far elsewhere"], True),
+        (["other", "same elsewhere"], True),
+        (["near elsewhere"], None),
+        (["far elsewhere"], False),
+        (["far elsewhere", "near elsewhere"], None),
+        (["same of other files"], None),
+        (["same", "other of other files"], True),
+    ],
+)
+def test_the_newest_check_counts_and_one_elsewhere_takes_no_equal_bits_back(
+    checks: list[str], found: bool | None, copy: Path, tmp_path: Path
+) -> None:
+    (line,) = Store(copy).matching("FedAvg/seed_0")
+    extract(Store(copy).files(line), tmp_path / "row")
+    here = line["about"]["starts"][0]
+    line["about"]["checks"] = [
+        {
+            **here,
+            "torch": "9.0" if "elsewhere" in each else here["torch"],
+            "same": each.startswith("same"),
+            "met": each.startswith(("same", "near")),
+            "digest": "none" if each.endswith("files") else digest(tmp_path / "row"),
+        }
+        for each in checks
+    ]
+    (tmp_path / "row" / "row.json").write_text(json_text(line["about"]))
+    assert verdict(tmp_path / "row") is found
+
+
+@pytest.mark.parametrize(
     ("args", "line"),
     [
         (["melt", "runs"], "action = melt: give one of run, add, remove, check, extract, page, claims"),
@@ -359,9 +409,10 @@ def test_the_draw_of_rows_to_check_follows_the_seed(copy: Path, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.parametrize("name", renew.LEDGER)
 def test_pages_of_the_docs_are_those_of_the_ledger(name: str) -> None:
-    head, sections = page([LEDGER / name])
+    head, sections, numbers = page([LEDGER / name])
     text = (DOCS / "ledger" / f"{name}.md").read_text()
-    assert text.startswith(head) and all(table in text for _, table, _ in sections)
+    assert text.startswith(head) and all(table in text for _, table, _ in sections) and f"({name}.json)" in text
+    assert json.loads((DOCS / "ledger" / f"{name}.json").read_text()) == json_values(numbers)
 
 
 def test_a_setting_absent_and_at_its_default_is_one(copy: Path) -> None:
@@ -402,7 +453,10 @@ def test_settings_that_rows_of_the_ledger_lack_are_at_defaults_that_are_known() 
 
 @pytest.mark.slow
 def test_page_of_claims_is_that_of_the_ledger() -> None:
-    assert claims.page(LEDGER / "claims.yaml") == (DOCS / "ledger" / "claims.md").read_text()
+    text, numbers = claims.page(LEDGER / "claims.yaml")
+    shown = (DOCS / "ledger" / "claims.md").read_text()
+    assert shown == f"{text}[The numbers of this page as JSON](claims.json)\n"
+    assert json.loads((DOCS / "ledger" / "claims.json").read_text()) == json_values(numbers)
 
 
 def test_rows_say_whether_they_are_thinned(study: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,27 @@ def test_rows_of_other_rules_are_another_suite(copy: Path) -> None:
     extract({"small/about.yaml": yaml.safe_dump({**STUDY, "rows": "--trainer.max_rounds 3"})}, copy)
     with pytest.raises(SystemExit, match=r"suite = none, \w+: .*rows has rows of none, \w+; give new rules a new"):
         run(copy)
+
+
+@pytest.mark.slow
+def test_an_added_row_has_the_suite_that_it_follows(copy: Path) -> None:
+    """As one that ``fit`` has trained with the study's arguments; another rate, length or seed is not the study's."""
+    row = "alpha_1/FedAvg/seed_3"
+    (line,) = Store(copy / "rows").matching(row)
+    best = chosen([each for each in tried(copy) if each["method"] == "FedAvg"])
+    args = [STUDY["fit"], STUDY["methods"]["FedAvg"][0], STUDY["rows"], STUDY["columns"]["alpha 1"]]
+    same = [*shlex.split(" ".join(args)), *(f"--{key}={value}" for key, value in best.items())]
+    for k, (more, suite) in enumerate([
+        (["--data.seed=3"], line["about"]["suite"]),
+        (["--data.seed=3", "--model.optimizer=SGD", "--model.optimizer.lr=0.123"], None),
+        (["--data.seed=3", "--trainer.max_rounds=3"], None),
+        (["--data.seed=4"], None),
+    ]):  # fmt: skip
+        cli("study", "remove", str(copy / "rows" / row))
+        place = [f"--trainer.default_root_dir={copy / f'fit{k}/alpha_1/FedAvg'}", "--trainer.name=seed_3"]
+        cli("fit", *same, "--trainer.seed=3", *more, *place)
+        cli("study", "add", str(copy / f"fit{k}"), f"--into={copy / 'rows'}")
+        assert Store(copy / "rows").matching(row)[0]["about"].get("suite") == suite
 
 
 @pytest.mark.slow
