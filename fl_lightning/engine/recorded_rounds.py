@@ -106,13 +106,8 @@ class RecordedRounds(Rounds):
                 **prefixed("t", ticks),
             }
             with torch.no_grad():
-                after = dict(
-                    zip(
-                        outputs,
-                        self._replay(record, named, drawn.contexts[0])(*[values[n] for n in record.inputs]),
-                        strict=True,
-                    )
-                )
+                replay = self._replay(record, named, drawn.contexts[0])
+                after = dict(zip(outputs, replay(*[values[name] for name in record.inputs]), strict=True))
             server = State({name: after[f"server.{name}"] for name in server})
             n, (down, up) = len(drawn.clients), record.bits
             table.put(named["places"][:n], {name: v[:n] for name, v in below("row", after).items()})
@@ -142,17 +137,17 @@ class RecordedRounds(Rounds):
                 "k_lr": k_lr,
                 **{f"ctx.{name}": column for name, column in zip(COLUMNS, its.unbind(), strict=True)},
                 **block.tensors(),
-                **self._class_counts(more, minibatches.source, w),
-                **({} if len(drawn.clients) == width else {"there": own}),
+                **self._class_counts(drawn, minibatches.source, w),
+                **({} if clients == width else {"there": own}),
             }
-            for where, samples_of, k_lr, its, block, drawn, more, own in zip(
+            for where, samples_of, k_lr, its, block, drawn, clients, own in zip(
                 places.unbind(),
                 to_device(samples, device, accumulator_dtype(device)).unbind(),
                 to_device([k_lr_sums(drawn.contexts) for drawn in rounds], device, w.dtype).unbind(),
                 to_device(columns, device, w.dtype)[..., None].unbind(),
                 blocks,
-                rounds,
                 padded,
+                n,
                 there.unbind(),
                 strict=True,
             )
