@@ -16,6 +16,8 @@ from benchmarks import cases, pages
 from benchmarks.harness import ROOT, Case, compete, row
 from contest import __main__ as contest
 
+SHORT = ("seen", "cohorts")
+"""Suites that `make test-slow` runs; `make test-long` has the others."""
 W3 = {"work": "W3-MLP", "method": "FedAvg"}
 
 
@@ -33,7 +35,9 @@ def test_cases_take_turns_and_one_that_fails_is_left_out(capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suite", cases.suites(True))
+@pytest.mark.parametrize(
+    "suite", [pytest.param(each, marks=[pytest.mark.long] * (each not in SHORT)) for each in cases.suites(True)]
+)
 def test_a_suite_in_small(suite: str, tmp_path: Path) -> None:
     """Each case that could be started has all numbers that a column of its table shows."""
     command = [
@@ -56,7 +60,7 @@ def test_a_suite_in_small(suite: str, tmp_path: Path) -> None:
     assert {key for line in rows for key in line} >= {*columns} and f"| {suite} | {columns[0]} |" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_contest_takes_its_place_among_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CSV", "PAGE"):
         copy = shutil.copy(getattr(contest, name), tmp_path)
@@ -99,7 +103,7 @@ def test_a_page_of_an_algorithm_is_drawn(docs: Path, monkeypatch: pytest.MonkeyP
     assert ascent["class_path"].endswith(".SAM") and ascent["init_args"]["rho"] == 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hours_of_devices_are_trained_and_drawn(docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = {name: f"{args} --trainer.max_rounds 80" for name, args in list(pages.CLOCK.items())[::4]}
     monkeypatch.setattr(pages, "CLOCK", short)
@@ -124,7 +128,7 @@ def short(name: str, rounds: int, **values: slice) -> None:
     Path(f"sweeps/{name}").write_text(yaml.safe_dump(sweep))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_of_compression_becomes_rows_table_and_figure(docs: Path) -> None:
     short("digits_compression", 200, model__parts=slice(4, None, 2))
     pages.compression()
@@ -136,7 +140,7 @@ def test_a_sweep_of_compression_becomes_rows_table_and_figure(docs: Path) -> Non
     assert "| FedAvg | topk 0.0224 | 1.01 |" in pages.compression_table(0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_of_bad_clients_becomes_rows_and_figure(docs: Path) -> None:
     short("digits_robustness", 12, model=slice(2), trainer__aggregation=slice(2, 4), trainer__faults=slice(3))
     pages.robustness()
@@ -150,7 +154,7 @@ def test_a_sweep_of_bad_clients_becomes_rows_and_figure(docs: Path) -> None:
     assert drawn(docs / "robustness.png")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rank_correlations_of_critical_sharpness(docs: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(pages, "CRITICAL", ("FedAvg", "FedDyn", "FedScar"))
     pages.critical()

@@ -92,7 +92,7 @@ def add(folder: Path, file: str, text: str, before: str = "") -> None:
     (folder / file).write_text(old[:at] + text + old[at:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_steps_take_a_new_algorithm_in(tmp_path: Path) -> None:
     clone(tmp_path)
     contributing = (ROOT / "CONTRIBUTING.md").read_text()

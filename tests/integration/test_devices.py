@@ -80,7 +80,7 @@ def assert_same(a: Trained, b: Trained) -> None:
     assert metrics(a.run.folder.path) == metrics(b.run.folder.path)
 
 
-@pytest.mark.sampled(quick=116, slow=16, start=5)
+@pytest.mark.sampled(quick=116, slow=29, start=5)
 @pytest.mark.parametrize("engine", ["sequential", *BATCHED])
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path: Path) -> None:

@@ -216,15 +216,12 @@ WRITTEN = [
     "docs/coming.md",
     "docs/data.md",
     "docs/faq.md",
-    "docs/guides/own-algorithm.md",
     "docs/index.md",
     "docs/own-data.md",
     "docs/partitions.md",
-    "docs/personal.md",
     "docs/planning.md",
     "docs/resume.md",
     "docs/start.md",
-    "docs/tour.md",
 ]
 """Pages whose commands `make test-slow` runs as they are written; `make test-long` has the others."""
 MEASURED = 2

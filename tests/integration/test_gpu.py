@@ -188,7 +188,6 @@ def test_results_of_a_loan_join_those_that_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_correctness_in_small_killed_after_an_item_and_continued(tmp_path: Path) -> None:
     process = start(tmp_path, "correctness=600")
     process.stdout.readline()
@@ -200,7 +199,7 @@ def test_correctness_in_small_killed_after_an_item_and_continued(tmp_path: Path)
     assert first["correctness"].items() <= found.items()  # not done again
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_speed_in_small_with_its_report(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(PAGE)
     run(tmp_path, "speed=600", "--report", "page.md")

@@ -119,7 +119,7 @@ def test_engine_is_the_fastest_of_this_machine_unless_it_was_wrong(tmp_path: Pat
     assert engine_for(out, "cpu") == "auto"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_cut_off_keeps_its_results_and_goes_on(tmp_path: Path) -> None:
     """It gives what it has logged even if it had no time at all to start, and none of its rounds is trained twice."""
     fit = [*science.SMALL.split(), "--trainer.max_rounds", "1000000", *science.callbacks(500)]

@@ -178,7 +178,7 @@ def test_ends_of_centralized_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len([*Path("mine").rglob("summary.json")]) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 def test_clients_with_images_of_a_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -119,6 +119,7 @@ def decided(folder: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(slow=3)
 @pytest.mark.usefixtures("quick_start")
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("engine", ["sequential", "batched"])

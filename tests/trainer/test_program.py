@@ -121,7 +121,7 @@ FAILING: dict[str, dict[str, Any]] = {
 """Ways in which fewer clients answer than are asked, or as many as the sampler likes."""
 
 
-@pytest.mark.sampled(slow=12, quick=3)
+@pytest.mark.sampled(slow=31, quick=3)
 @pytest.mark.parametrize(
     ("name", "how"),
     [
