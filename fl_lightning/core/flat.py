@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fl_lightning.core.errors import ensure
 
@@ -131,7 +131,7 @@ class FlatSpec:
         key = (frozenset(names), device)
         if key not in self._masks:
             flags = [name in key[0] for name in self.names]
-            with disable_proxy_modes_tracing():  # else a record that needs it first would hold these operations
+            with _disable_current_modes():  # else a record that needs it first would hold these operations
                 self._masks[key] = torch.repeat_interleave(torch.tensor(flags), torch.tensor(self.numels)).to(device)
         return self._masks[key]
 

@@ -9,14 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from numbers import Number
-from operator import attrgetter
+from operator import attrgetter, getitem
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fl_lightning.core import ClientContext, UserError, processor
 
@@ -179,8 +183,72 @@ def plain_settings(parts: Iterable[object], inputs: Iterable[Tensor]) -> tuple[A
     return tuple(value for value in values if isinstance(value, plain) and id(value) not in given)
 
 
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down the operations that torch does for some inputs, below autograd and vmap.
+
+    It is what `torch.fx.experimental.proxy_tensor.make_fx` records of real tensors, in a tenth of the time.
+
+    Args:
+        inputs: The inputs by name; each is one tensor, or several names of one.
+    """
+
+    def __init__(self, inputs: Tensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph, self.root = Graph(), nn.Module()
+        self._nodes, self._held = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._constant = WeakTensorKeyDictionary()
+        for name, value in inputs.items():
+            self._put(value, self.graph.placeholder(re.sub(r"\W", "_", name)), constant=False)
+            self._nodes[value].meta["name"] = name
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fresh, given = func is aten.lift_fresh.default, (args, kwargs or {})
+        func = aten.lift_fresh_copy.default if fresh else func  # else what is written into it stays in the record
+        known = [self._constant[x] for x in tree_leaves(given) if isinstance(x, Tensor) and x in self._constant]
+        if not all(known) and torch.Tag.data_dependent_output in func.tags:
+            raise RuntimeError(f"Python code depends on values of tensors, as if, float() and item() do ({func})")
+        out = func(*given[0], **given[1])
+        node = self.graph.call_function(func, *tree_map_only(Tensor, self._node_of, given))
+        # torch.tensor(number), and what is computed with it
+        constant = fresh or (known and all(known) and torch.Tag.nondeterministic_seeded not in func.tags)
+        several = isinstance(out, tuple | list)
+        for i, value in enumerate(out if several else [out]):
+            if isinstance(value, Tensor):
+                of = self.graph.call_function(getitem, (node, i)) if several else node
+                self._put(value, of, bool(constant and value.numel() == 1))
+        return out
+
+    def _put(self, value: Tensor, node: Node, constant: bool) -> None:
+        self._nodes[value], self._constant[value], node.meta = node, constant, form(value)
+
+    def _node_of(self, value: Tensor) -> Node:
+        """Returns the node of a tensor; one that is no input and no result is part of the record."""
+        nodes = self._nodes if value in self._nodes else self._held
+        if value not in nodes:
+            name = f"tensor_{len(self._held)}"
+            self.root.register_buffer(name, value)
+            nodes[value] = node = self.graph.get_attr(name)
+            node.meta = form(value)
+        return nodes[value]  # type: ignore[no-any-return]
+
+    def recorded(self, outputs: Iterable[Tensor]) -> GraphModule:
+        """Returns the record, with these tensors as its outputs."""
+        self.graph.output(tuple(map(self._node_of, outputs)))
+        return GraphModule(self.root, self.graph)
+
+
+FORM = ("val", "device")
+"""What `form` says of a tensor."""
+
+
+def form(value: Tensor) -> dict[str, Any]:
+    """Returns what a record says of a tensor: its device, and a tensor without memory like it."""
+    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return dict(zip(FORM, (like, value.device), strict=True))
+
+
 def trace(
-    function: Callable[[Tensors, ClientContext], Sequence[Tensor]], named: Tensors, ctx: ClientContext
+    function: Callable[[Tensors, ClientContext], Iterable[Tensor]], named: Tensors, ctx: ClientContext
 ) -> tuple[Numbers, GraphModule]:
     """Returns the operations of a function of named tensors; ``ctx.<attribute>`` are inputs as well.
 
@@ -189,21 +257,17 @@ def trace(
         named: The tensors; ``t`` are the numbers that `Numbers` has as inputs.
         ctx: The context.
     """
-    from torch._guards import TracingContext, tracing
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    numbers: list[Numbers] = []
-
-    def flat(*tensors: Tensor) -> Values:
-        inputs = dict(zip(named, tensors, strict=True))
-        numbers.append(Numbers(ctx.t, inputs["t"]))
-        columns = {name.removeprefix("ctx."): v for name, v in inputs.items() if name.startswith("ctx.")}
-        return tuple(function(inputs, replace(ctx, t=RecordedRound(numbers[-1]), **columns)))  # type: ignore[arg-type]
-
-    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):  # else torch makes one an operation
-        graph = make_fx(flat)(*named.values())  # appends to ``numbers``
-    return numbers[-1], graph
+    numbers, cached = Numbers(ctx.t, named["t"]), torch.is_autocast_cache_enabled()
+    columns = {name.removeprefix("ctx."): v for name, v in named.items() if name.startswith("ctx.")}
+    now = replace(ctx, t=RecordedRound(numbers), **columns)  # type: ignore[arg-type]
+    recording = Recording(named)
+    torch.set_autocast_cache_enabled(False)  # what it has cast before is no input
+    try:
+        with recording:
+            outputs = [*function(named, now)]
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+    return numbers, recording.recorded(outputs)
 
 
 class Stage(NamedTuple):
@@ -234,8 +298,6 @@ def stage(function: Callable[[Tensors, ClientContext], Tensors], named: Tensors,
         return [*found.values()]
 
     numbers, graph = trace(values, named, ctx)
-    for name, node in zip(named, graph.graph.find_nodes(op="placeholder"), strict=True):
-        node.meta["name"] = name
     return Stage(numbers, graph, described(graph), [*named], outputs)
 
 
@@ -260,7 +322,7 @@ def composed(stages: Sequence[tuple[str, Stage]], inputs: Sequence[str], outputs
             value = values[t if name == "t" else name]
             if name.startswith("block."):
                 value = program.call_function(aten.slice.Tensor, (value, 0, row, row + 1))
-            value.meta.setdefault("val", node.meta.get("val"))
+            value.meta = {**{key: node.meta[key] for key in FORM}, **value.meta}
             known[node] = value
         for node in nodes:
             if node.op == "get_attr":
@@ -371,7 +433,9 @@ def _hold_numbers(step: GraphModule) -> None:
         if node.target in TAKE_TENSORS and type(node.args[1]) is float:
             given, value = node.args[0].meta["val"], node.meta["val"]
             if given.dtype == value.dtype in (torch.float32, torch.float64):
-                step.register_buffer(f"number_{i}", torch.tensor(node.args[1], dtype=value.dtype, device=value.device))
+                step.register_buffer(
+                    f"number_{i}", torch.tensor(node.args[1], dtype=value.dtype, device=node.meta["device"])
+                )
                 with step.graph.inserting_before(node):
                     node.update_arg(1, step.graph.get_attr(f"number_{i}"))
 

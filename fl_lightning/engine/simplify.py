@@ -125,15 +125,15 @@ def _constant(graph: GraphModule, node: Node) -> Node | None:
     value, fill = node.meta.get("val"), _fill(graph, node)
     if fill is None or not isinstance(value, Tensor) or value.numel() > SMALL:
         return None
-    layout = *value.shape, "by", *value.stride()
-    name = re.sub(r"\W", "_", "_".join(map(str, ("constant", fill, value.dtype, value.device, *layout))))
+    device, layout = node.meta["device"], (*value.shape, "by", *value.stride())
+    name = re.sub(r"\W", "_", "_".join(map(str, ("constant", fill, value.dtype, device, *layout))))
     if not hasattr(graph, name):
         size = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
-        memory = torch.full((max(size, 1),), fill, dtype=value.dtype, device=value.device)
+        memory = torch.full((max(size, 1),), fill, dtype=value.dtype, device=device)
         graph.register_buffer(name, memory.as_strided(value.shape, value.stride()))
     with graph.graph.inserting_before(node):
         constant = graph.graph.get_attr(name)
-    constant.meta["val"] = getattr(graph, name)
+    constant.meta |= {"val": value, "device": device}
     return constant
 
 

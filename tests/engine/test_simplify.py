@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from fl_lightning.engine.record import Recording
 from fl_lightning.engine.simplify import simplified
 
 
@@ -64,6 +64,12 @@ def views(x: Tensor) -> Tensor:
     return (x + 1).view(6).view(3, 2).unsqueeze(0) * (x + 1).unsqueeze(1).transpose(0, 2).unsqueeze(0).sum()
 
 
+def recorded(function: Callable[[Tensor], Tensor], x: Tensor) -> GraphModule:
+    with (recording := Recording({"x": x})):
+        value = function(x)
+    return recording.recorded([value])
+
+
 def operations(graph: GraphModule) -> int:
     return sum(node.op == "call_function" for node in graph.graph.nodes)
 
@@ -86,7 +92,7 @@ def operations(graph: GraphModule) -> int:
 )
 def test_fewer_operations_and_the_same_bits(function: Callable[[Tensor], Tensor], before: int, after: int) -> None:
     x = torch.tensor([[0.1, -0.0, torch.inf], [1e-40, torch.nan, 3.0]])
-    graph = make_fx(lambda x: (function(x),))(x)
+    graph = recorded(function, x)
     assert operations(graph) == before
     shorter = simplified(graph)
     assert operations(shorter) == after
