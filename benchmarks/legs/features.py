@@ -19,7 +19,7 @@ from benchmarks.legs.items import ENGINES, Item, accelerator
 from fl_lightning import algorithms
 from fl_lightning import flatness as measure
 from fl_lightning.core import FlatSpec
-from fl_lightning.engine.record import Records
+from fl_lightning.engine.replay import Records
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.run import Run

@@ -12,23 +12,8 @@ from fl_lightning.data.minibatches import Block
 from fl_lightning.engine.base import Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
-from fl_lightning.engine.record import (
-    NOTHING,
-    CudaGraph,
-    Numbers,
-    Program,
-    Record,
-    Records,
-    Replay,
-    Stage,
-    Tensors,
-    alike,
-    compiled,
-    composed,
-    loop,
-    plain_settings,
-    stage,
-)
+from fl_lightning.engine.record import NOTHING, Numbers, Stage, Tensors, alike, composed, stage
+from fl_lightning.engine.replay import CudaGraph, Program, Record, Records, Replay, compiled, loop, plain_settings
 from fl_lightning.engine.simplify import Known, called_directly, simplified
 
 REFUSED = (

@@ -18,17 +18,8 @@ from fl_lightning.engine.base import COLUMNS
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.graphed import GraphedEngine, known_of
 from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
-from fl_lightning.engine.record import (
-    Numbers,
-    Replay,
-    Stage,
-    Tensors,
-    Values,
-    alike,
-    composed,
-    plain_settings,
-    stage,
-)
+from fl_lightning.engine.record import Numbers, Stage, Tensors, Values, alike, composed, stage
+from fl_lightning.engine.replay import Replay, plain_settings
 from fl_lightning.engine.rounds import Drawn, Rounds, Table, Trained
 from fl_lightning.engine.simplify import Known, called_directly, simplified
 

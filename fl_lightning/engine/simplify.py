@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from operator import getitem
 from types import MappingProxyType
 from typing import Any
@@ -80,7 +81,8 @@ def simplified(graph: GraphModule, constants: bool = True, known: Known = NOTHIN
 
 
 def called_directly(graph: GraphModule) -> GraphModule:
-    """Returns a record that calls the functions of torch, which Python reaches in half the time of its operations."""
+    """Returns a copy that calls the functions of torch, which Python reaches in half the time of its operations."""
+    graph = GraphModule(graph, deepcopy(graph.graph))
     for node in graph.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
             name = node.target._schema.name.removeprefix("aten::")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import FedAvg, LocalObjective, algorithms
-from fl_lightning.engine import record
-from fl_lightning.engine.record import compiled
+from fl_lightning.engine import replay
+from fl_lightning.engine.replay import compiled
 from fl_lightning.trainer import engine_choice
 from fl_lightning.trainer.run import Run
 from tests.engine.test_engines import Small, train
@@ -35,7 +35,7 @@ DECORR = ("FedDecorr", "", "beta", 0.9 * 0.1)
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The programs that are compiled; they run as recorded, since the compiler takes half a minute for each."""
     made: list[Any] = []
-    monkeypatch.setattr(record, "Compiled", lambda program: made.append(program) or program)
+    monkeypatch.setattr(replay, "Compiled", lambda program: made.append(program) or program)
     monkeypatch.setattr(engine_choice.engine, "check", lambda *_: None)
     compiled.cache_clear()
     yield made
@@ -131,7 +131,7 @@ def test_dtypes_and_steps_have_code_of_their_own(tmp_path: Path, programs: list[
 @pytest.mark.slow
 def test_compiled_code_is_kept_in_the_users_folder(tmp_path: Path) -> None:
     """In one for each kind of processor. torch chooses another one when it is imported, hence a new process."""
-    code = "import fl_lightning; from fl_lightning.engine.record import Compiled; Compiled(lambda x: x)\n"
+    code = "import fl_lightning; from fl_lightning.engine.replay import Compiled; Compiled(lambda x: x)\n"
     code += "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
     kept = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     env = {**kept, "XDG_CACHE_HOME": str(tmp_path), "ATEN_CPU_CAPABILITY": "default"}

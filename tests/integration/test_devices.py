@@ -16,7 +16,7 @@ import fl_lightning as fl
 from fl_lightning import Augment, LocalObjective, algorithms
 from fl_lightning.core import State, generator
 from fl_lightning.data import minibatches
-from fl_lightning.engine.record import CudaGraph
+from fl_lightning.engine.replay import CudaGraph
 from fl_lightning.trainer.run import Run
 from tests.devices import Device
 from tests.engine.test_engines import Small, data

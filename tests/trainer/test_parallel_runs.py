@@ -24,7 +24,7 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
-from fl_lightning.engine import record
+from fl_lightning.engine import replay
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.run import Run
 from tests.algorithms.test_parts import TopK
@@ -67,7 +67,7 @@ def test_nothing_is_compiled_to_see_whether_one_program_is_faster(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainers = [run(tmp_path, seed, engine, compile=True, max_rounds=10**4) for seed in range(2)]
-    monkeypatch.setattr(record, "Compiled", None)
+    monkeypatch.setattr(replay, "Compiled", None)
     with trainers[0].environment():
         runs = parallel_runs.start(trainers, [model(seed) for seed in range(2)], data(), [None] * 2)
         assert isinstance(parallel_runs.pays(runs), bool)
