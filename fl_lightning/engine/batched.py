@@ -47,7 +47,7 @@ class BatchedEngine(Engine):
     SIGNS = (
         "vmap",
         "Boolean value of Tensor",
-        "tracing tensor",
+        "depends on values of tensors",
         "RecordedRound",
         "only integer tensors",
         "expected scalar type",

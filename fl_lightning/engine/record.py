@@ -151,7 +151,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func = aten.lift_fresh_copy.default if fresh else func  # else what is written into it stays in the record
         known = [self._constant[x] for x in tree_leaves(given) if isinstance(x, Tensor) and x in self._constant]
         if not all(known) and torch.Tag.data_dependent_output in func.tags:
-            raise RuntimeError(f"Python code depends on values of tensors, as if, float() and item() do ({func})")
+            raise RuntimeError("Python code depends on values of tensors, as if, float() and item() do")
         out = func(*given[0], **given[1])
         node = self.graph.call_function(func, *tree_map_only(Tensor, self._node_of, given))
         # torch.tensor(number), and what is computed with it

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fl_lightning import algorithms
-from fl_lightning.core import ClientContext
+from fl_lightning import FedAvg, algorithms
+from fl_lightning.core import ClientContext, State, UserError
 from fl_lightning.engine import record
 from fl_lightning.engine.record import Numbers, RecordedRound, Recording, Tensors
 from fl_lightning.engine.simplify import simplified
@@ -132,3 +132,17 @@ def test_python_may_not_look_at_values(look: Callable[[Tensor], object]) -> None
         look(x)
     with pytest.raises(RuntimeError, match="depends on values of tensors"), Recording({"x": (x := torch.ones(2))}):
         look(torch.zeros(2))  # made here
+
+
+class Looks(FedAvg):
+    """Looks at a value in a round that the agreement check does not see."""
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        g = grad(w)
+        return (-g if ctx.t == 1 and g.sum() > 0 else g), client
+
+
+def test_a_look_in_a_later_round_is_told(tmp_path: Path) -> None:
+    says = r"trainer.engine = graphed: Looks with Small cannot be batched \(.*depends on values.*\); use sequential"
+    with pytest.raises(UserError, match=says):
+        train(tmp_path, Looks(Small()), "graphed")
