@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fl_lightning
 from fl_lightning import FederatedTrainer
+from fl_lightning.engine.record import Recording
 from tests.device_modes import MARK, Functions, Operations, plain, storage_key
 
 ROOT = Path(fl_lightning.__file__).parent
@@ -94,14 +94,14 @@ class Device:
         else:
             for name, of_host in (("get_rng_state", "get_state"), ("set_rng_state", "set_state"), ("manual_seed",) * 2):
                 patch.setattr(torch.mps, name, getattr(torch.default_generator, of_host))
-        proxied = ProxyTorchDispatchMode.__torch_dispatch__
+        dispatched = Recording.__torch_dispatch__
 
         def recorded(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if self.makes(func, args, kwargs):  # so that a record has it
                 kwargs = {**kwargs, "device": MARK}
-            return proxied(mode, func, types, args, kwargs)
+            return dispatched(mode, func, types, args, kwargs)
 
-        patch.setattr(ProxyTorchDispatchMode, "__torch_dispatch__", recorded)
+        patch.setattr(Recording, "__torch_dispatch__", recorded)
         self._stack.enter_context(Operations(self))
         self._stack.enter_context(Functions(self))
         return self

@@ -254,6 +254,8 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, each) for each in args)
     if kind is Literal:
         return any(isinstance(value, type(each)) and value == each for each in args)
+    if kind is type and args:
+        return isinstance(value, type) and isinstance(args[0], type) and issubclass(value, args[0])
     if kind in LISTS:
         return isinstance(value, np.ndarray) or (
             isinstance(value, Sequence) and not isinstance(value, str) and _items_fit(value, kind, args)
@@ -404,6 +406,8 @@ def _words(hint: Any) -> str:
         return words + ", or a list of them" * bool(several)
     if kind is Literal:
         return f"one of {', '.join(map(str, args))}"
+    if kind is type and args:
+        return f"a subclass of {_words(args[0])}"
     if kind in LISTS:
         return "a list" + (f", each {_words(args[0]).rstrip(',')}," if args else "")
     package = "torch.nn." if getattr(kind, "__module__", "").startswith("torch.nn.") else ""

@@ -14,12 +14,22 @@ from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
 ENGINES: dict[str, type[Engine]] = {
     engine.name: engine for engine in (SequentialEngine, BatchedEngine, GraphedEngine, DebugEngine)
 }
-"""All engines by name; a further one is a class, and its entry here."""
+"""All engines by name; those of somebody's own that this process has seen, by import path."""
 NAMES = ("auto", *ENGINES)
 if TYPE_CHECKING:
     EngineName: TypeAlias = str
 else:
     EngineName = Literal[NAMES]
+
+
+def named(engine: "str | type[Engine]") -> "EngineName":
+    """Returns the name of an engine: a class of somebody's own has its import path, by which it is found then."""
+    if isinstance(engine, str):
+        return engine
+    ours = {known: name for name, known in ENGINES.items() if name in NAMES}
+    name = ours.get(engine, f"{engine.__module__}.{engine.__qualname__}")
+    ENGINES[name] = engine
+    return name
 
 
 class Choice(NamedTuple):
@@ -64,7 +74,7 @@ def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: in
         return Choice("sequential", reason, totals["sequential"])
     measured = [f"sequential {step * steps * 1e3:.1f} ms a round"]
     longest = max(job.ctx.K for job in jobs)
-    for name in [name for name, engine in ENGINES.items() if engine.trains_several]:
+    for name in [name for name in NAMES[1:] if ENGINES[name].trains_several]:
         try:
             engine = make(name)
             first = _seconds(engine, jobs, longest)

@@ -131,7 +131,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down the operations that torch does for some inputs, below autograd and vmap.
 
-    It is what `torch.fx.experimental.proxy_tensor.make_fx` records of real tensors, in a tenth of the time.
+    It is what `torch.fx.experimental.proxy_tensor.make_fx` records of real tensors, in a quarter of the time.
 
     Args:
         inputs: The inputs by name; each is one tensor, or several names of one.

@@ -6,6 +6,7 @@ import multiprocessing
 import resource
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ from fl_lightning import (
 )
 from fl_lightning.algorithms.parts.local_optimizer import Cosine
 from fl_lightning.core import Draws
-from fl_lightning.engine import ENGINES, BatchedEngine, GraphedEngine, choice
+from fl_lightning.engine import ENGINES, BatchedEngine, GraphedEngine, Job, LocalResult, SequentialEngine, choice
 from fl_lightning.engine.base import changed
 from fl_lightning.engine.record import Numbers, RecordedRound
 from fl_lightning.trainer.callbacks import Callback
@@ -529,7 +530,7 @@ def test_changed_settings_stay_in_the_copy() -> None:
 
 def test_engines_by_name() -> None:
     assert {name: kind.name for name, kind in ENGINES.items()} == {name: name for name in ENGINES}
-    message = r"^trainer\.engine = fast: give one of auto, sequential, batched, graphed, debug$"
+    message = r"^trainer\.engine = fast: give one of auto, sequential, batched, graphed, debug or a subclass of Engine$"
     with pytest.raises(UserError, match=message):
         FederatedTrainer(max_rounds=1, clients_per_round=1, engine="fast")
 
@@ -677,3 +678,40 @@ def test_memory_is_flat(tmp_path: Path) -> None:
             sampler=None, clients_per_round=5, callbacks=[count],
         )  # fmt: skip
         assert count.tensors[1] <= count.tensors[0] * 1.01, engine
+
+
+class Backwards(SequentialEngine):
+    """Trains the last client first."""
+
+    name = "backwards"
+
+    def train(self, jobs: Sequence[Job]) -> list[LocalResult]:  # type: ignore[override]
+        return [*super().train(jobs[::-1])][::-1]
+
+
+class Wrong(Backwards):
+    """Changes what it uploads."""
+
+    def train(self, jobs: Sequence[Job]) -> list[LocalResult]:
+        results = super().train(jobs)
+        return [replace(each, upload={**each.upload, "w": each.upload["w"] * 1.001}) for each in results]
+
+
+def test_an_engine_of_ones_own(tmp_path: Path) -> None:
+    """It has the bits of the sequential one, its class is in config and checkpoint, and a wrong one is refused."""
+    one, own = (train(tmp_path, FedAvg(Small()), engine) for engine in ("sequential", Backwards))  # type: ignore[arg-type]
+    assert torch.equal(one.server.w, own.server.w)
+    path = f"{__name__}.Backwards"
+    assert own.engine_name == own.config["trainer"]["engine"] == path and type(own.engine) is Backwards
+    options: dict[str, Any] = {
+        "clients_per_round": 4,
+        "precision": "64-true",
+        "accelerator": "cpu",
+        "engine": Backwards,
+    }
+    longer = FederatedTrainer(max_rounds=4, enable_progress_bar=False, default_root_dir=str(tmp_path), **options)
+    resumed = longer.fit(FedAvg(Small()), data(4), str(own.folder.last))
+    assert torch.equal(resumed.server.w, train(tmp_path, FedAvg(Small()), "sequential", max_rounds=4).server.w)
+    with pytest.raises(UserError, match=r"trainer.engine = backwards: FedAvg gives .* something else"):
+        train(tmp_path, FedAvg(Small()), Wrong)  # type: ignore[arg-type]
+    assert FederatedTrainer(engine=SequentialEngine).engine == "sequential"

@@ -11,7 +11,6 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from fl_lightning.core import NonNegativeInt, State, UserError, ensure, files, fits, weights
-from fl_lightning.engine import EngineName
 from fl_lightning.trainer.aggregation.accountant import BYTES
 from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.state import RunState
@@ -103,7 +102,7 @@ FORM: dict[str, Any] = {
     "identity": dict,
     "config": dict[str, str],
     "settings": dict[str, tuple[Any, Any]],
-    "engine": EngineName,
+    "engine": str,
     "noise": lambda noise: noise is None or fits(noise, {"key": _is_key, "settings": str}),
     "elapsed": float,
     "records": dict[str, int],
