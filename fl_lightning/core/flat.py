@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fl_lightning.core.errors import ensure
 
@@ -131,8 +131,8 @@ class FlatSpec:
         key = (frozenset(names), device)
         if key not in self._masks:
             flags = [name in key[0] for name in self.names]
-            with _disable_current_modes():  # else a record that needs it first would hold these operations
-                self._masks[key] = torch.repeat_interleave(torch.tensor(flags), torch.tensor(self.numels)).to(device)
+            made = torch.from_numpy(np.repeat(flags, self.numels))  # no operation that a record would hold
+            self._masks[key] = made.to(device)
         return self._masks[key]
 
     def normalize_by_filter(self, v: Tensor) -> Tensor:

@@ -243,7 +243,8 @@ def unknown_class(path: str, name: str, wanted: str) -> str:
         wanted: The parser's own words about the classes that fit.
     """
     bases = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", first_of("Subtypes: (.*)", wanted)))
-    known = fitting_classes(path, bases)
+    named = index()["classes"]["FederatedTrainer"]["settings"].get(path.removeprefix("trainer."), {})
+    known = fitting_classes(path, bases) or named.get("choices", [])
     if name.casefold() == "none":
         return f"{path} = {name}: no such class; null stands for none"
     if name[:1] in ("{", "["):

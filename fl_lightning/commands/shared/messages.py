@@ -212,7 +212,9 @@ def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
     if kind == "NoneType" and own:
         return _raised_by_a_class(path, message, own)
     if (choices := re.findall(r"'(.+?)'", kind)) and kind.startswith("Literal"):
-        return f"{path} = {value:.60}: choose from {', '.join(choices)}"
+        module = first_of(r"^([A-Za-z_][\w.]*)\.\w+$", value)
+        remedy = f"; check that Python can import '{module}'" if module else ""
+        return f"{path} = {value:.60}: choose from {', '.join(choices)}{remedy}"
     name, listed = value.strip("[]"), kind.rpartition(".")[2] in ("list", "Sequence")
     if listed and path in FOREIGN and "{" not in name and name not in fitting_classes(path, ()):
         return unknown_class(path, name, "")
