@@ -5,10 +5,11 @@ algorithm needs is a norm over the last axis, with keepdim: ``(..., 1)``.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,20 @@ from fl_lightning.core.errors import ensure
 
 EPS = 1e-12
 """Added to every norm in a denominator, so that a zero vector gives zero, never NaN."""
+
+
+UNRECORDED = ContextVar("unrecorded", default=False)
+"""Whether a record leaves out what is done now."""
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """A record leaves out the operations within it, and keeps their results."""
+    token = UNRECORDED.set(True)
+    try:
+        yield
+    finally:
+        UNRECORDED.reset(token)
 
 
 def norm(v: Tensor) -> Tensor:
@@ -131,8 +146,8 @@ class FlatSpec:
         key = (frozenset(names), device)
         if key not in self._masks:
             flags = [name in key[0] for name in self.names]
-            made = torch.from_numpy(np.repeat(flags, self.numels))  # no operation that a record would hold
-            self._masks[key] = made.to(device)
+            with unrecorded():  # else a record that needs it first would hold these operations
+                self._masks[key] = torch.repeat_interleave(torch.tensor(flags), torch.tensor(self.numels)).to(device)
         return self._masks[key]
 
     def normalize_by_filter(self, v: Tensor) -> Tensor:

@@ -3,14 +3,13 @@
 from fl_lightning.engine.agreement import check
 from fl_lightning.engine.base import Engine, Job, LocalResult
 from fl_lightning.engine.batched import BatchedEngine
-from fl_lightning.engine.choice import ENGINES, NAMES, Choice, EngineName, choose, named, seconds
+from fl_lightning.engine.choice import ENGINES, Choice, EngineName, choose, engine_class, name_of, seconds
 from fl_lightning.engine.contract import Exchange, contract_of, dry_step
 from fl_lightning.engine.graphed import GraphedEngine
 from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
 
 __all__ = [
     "ENGINES",
-    "NAMES",
     "BatchedEngine",
     "Choice",
     "DebugEngine",
@@ -25,6 +24,7 @@ __all__ = [
     "choose",
     "contract_of",
     "dry_step",
-    "named",
+    "engine_class",
+    "name_of",
     "seconds",
 ]

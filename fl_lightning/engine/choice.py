@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from fl_lightning.core import UserError, wait_for
@@ -14,7 +15,7 @@ from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
 ENGINES: dict[str, type[Engine]] = {
     engine.name: engine for engine in (SequentialEngine, BatchedEngine, GraphedEngine, DebugEngine)
 }
-"""All engines by name; those of somebody's own that this process has seen, by import path."""
+"""The package's engines by name; a further one is a class, and its entry here."""
 NAMES = ("auto", *ENGINES)
 if TYPE_CHECKING:
     EngineName: TypeAlias = str
@@ -22,14 +23,33 @@ else:
     EngineName = Literal[NAMES]
 
 
-def named(engine: "str | type[Engine]") -> "EngineName":
-    """Returns the name of an engine: a class of somebody's own has its import path, by which it is found then."""
+def name_of(engine: str | type[Engine]) -> EngineName:
+    """Returns the name of an engine; that of a class of somebody's own is its import path.
+
+    Raises:
+        UserError: As `engine_class`.
+    """
     if isinstance(engine, str):
         return engine
-    ours = {known: name for name, known in ENGINES.items() if name in NAMES}
-    name = ours.get(engine, f"{engine.__module__}.{engine.__qualname__}")
-    ENGINES[name] = engine
-    return name
+    if ENGINES.get(engine.name) is engine:
+        return engine.name
+    engine_class(path := f"{engine.__module__}.{engine.__qualname__}")
+    return path
+
+
+def engine_class(name: EngineName) -> type[Engine]:
+    """Returns the class of an engine by its name.
+
+    Raises:
+        UserError: If it is no engine of the package, and no class that Python can import.
+    """
+    try:
+        return ENGINES.get(name) or resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: it is defined in a function
+        raise UserError(
+            f"trainer.engine = {name}: cannot be imported ({error}); give a class at the top level of a module that "
+            "Python can import"
+        ) from None
 
 
 class Choice(NamedTuple):
@@ -74,7 +94,7 @@ def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: in
         return Choice("sequential", reason, totals["sequential"])
     measured = [f"sequential {step * steps * 1e3:.1f} ms a round"]
     longest = max(job.ctx.K for job in jobs)
-    for name in [name for name in NAMES[1:] if ENGINES[name].trains_several]:
+    for name in [name for name, engine in ENGINES.items() if engine.trains_several]:
         try:
             engine = make(name)
             first = _seconds(engine, jobs, longest)

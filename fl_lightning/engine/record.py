@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fl_lightning.core import ClientContext
+from fl_lightning.core.flat import UNRECORDED
 
 Tensors = Mapping[str, Tensor]
 Values = tuple[Tensor, ...]
@@ -141,30 +142,29 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph, self.root = Graph(), nn.Module()
         self._nodes, self._held = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-        self._constant = WeakTensorKeyDictionary()
         for name, value in inputs.items():
-            self._put(value, self.graph.placeholder(re.sub(r"\W", "_", name)), constant=False)
-            self._nodes[value].meta["name"] = name
+            self._nodes[value] = node = self.graph.placeholder(re.sub(r"\W", "_", name))
+            node.meta = {**form(value), "name": name, "constant": False}
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if UNRECORDED.get():
+            return func(*args, **(kwargs or {}))
         fresh, given = func is aten.lift_fresh.default, (args, kwargs or {})
         func = aten.lift_fresh_copy.default if fresh else func  # else what is written into it stays in the record
-        known = [self._constant[x] for x in tree_leaves(given) if isinstance(x, Tensor) and x in self._constant]
+        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        known = [self._nodes[x].meta["constant"] for x in tensors if x in self._nodes]
         if not all(known) and torch.Tag.data_dependent_output in func.tags:
             raise RuntimeError("Python code depends on values of tensors, as if, float() and item() do")
         out = func(*given[0], **given[1])
         node = self.graph.call_function(func, *tree_map_only(Tensor, self._node_of, given))
         # torch.tensor(number), and what is computed with it
-        constant = fresh or (known and all(known) and torch.Tag.nondeterministic_seeded not in func.tags)
+        constant = fresh or (any(known) and all(known) and torch.Tag.nondeterministic_seeded not in func.tags)
         several = isinstance(out, tuple | list)
         for i, value in enumerate(out if several else [out]):
             if isinstance(value, Tensor):
-                of = self.graph.call_function(getitem, (node, i)) if several else node
-                self._put(value, of, bool(constant and value.numel() == 1))
+                self._nodes[value] = of = self.graph.call_function(getitem, (node, i)) if several else node
+                of.meta = {**form(value), "constant": constant and value.numel() == 1}
         return out
-
-    def _put(self, value: Tensor, node: Node, constant: bool) -> None:
-        self._nodes[value], self._constant[value], node.meta = node, constant, form(value)
 
     def _node_of(self, value: Tensor) -> Node:
         """Returns the node of a tensor; one that is no input and no result is part of the record."""
@@ -182,14 +182,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return GraphModule(self.root, self.graph)
 
 
-FORM = ("val", "device")
-"""What `form` says of a tensor."""
-
-
 def form(value: Tensor) -> dict[str, Any]:
     """Returns what a record says of a tensor: its device, and a tensor without memory like it."""
     like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return dict(zip(FORM, (like, value.device), strict=True))
+    return {"val": like, "device": value.device}
 
 
 def trace(
@@ -267,7 +263,8 @@ def composed(stages: Sequence[tuple[str, Stage]], inputs: Sequence[str], outputs
             value = values[t if name == "t" else name]
             if name.startswith("block."):
                 value = program.call_function(aten.slice.Tensor, (value, 0, row, row + 1))
-            value.meta = {**{key: node.meta[key] for key in FORM}, **value.meta}
+            for key in ("val", "device"):
+                value.meta.setdefault(key, node.meta[key])
             known[node] = value
         for node in nodes:
             if node.op == "get_attr":

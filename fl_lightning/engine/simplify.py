@@ -82,16 +82,15 @@ def simplified(graph: GraphModule, constants: bool = True, known: Known = NOTHIN
 
 def called_directly(graph: GraphModule) -> GraphModule:
     """Returns a copy that calls the functions of torch, which Python reaches in half the time of its operations."""
-    graph = GraphModule(graph, deepcopy(graph.graph))
-    for node in graph.graph.nodes:
+    copy = deepcopy(graph.graph)
+    for node in copy.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
             name = node.target._schema.name.removeprefix("aten::")
             if name in FUNCTIONS and hasattr(torch, name):
                 node.target = getattr(torch, name)
             elif name in METHODS:
                 node.op, node.target = "call_method", name
-    graph.recompile()
-    return graph
+    return GraphModule(graph, copy)
 
 
 def _shorten(node: Node) -> None:

@@ -17,7 +17,7 @@ from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.parts.flexlora import FlexLoRA
 from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, grouped, require
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.engine import ENGINES, Engine, EngineName, Job, LocalResult
+from fl_lightning.engine import Engine, EngineName, Job, LocalResult, engine_class
 from fl_lightning.flower.node import CONTEXT, Message, NodeLost, Send, Value, checksum, row_of, version_in
 from fl_lightning.trainer import LINES, Callback, ClientStore, FederatedTrainer, Run, listed
 
@@ -69,7 +69,7 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
     """
     engine = trainer.engine
     ensure(
-        not (engine != "auto" and ENGINES[engine].trains_several) and not trainer.compile,
+        not (engine != "auto" and engine_class(engine).trains_several) and not trainer.compile,
         f"trainer.engine = {engine}: a node trains one client after another; set it to sequential, compile to false",
     )
     ensure(

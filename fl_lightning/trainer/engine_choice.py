@@ -33,7 +33,7 @@ def choose_engine(runs: Sequence[Run]) -> None:
         if reason and any(isinstance(callback, Progress) for callback in run.callbacks):
             fabric.print(f"engine: {chosen} ({reason})")
     made = run.make_engine(chosen)
-    if given != "auto" and (made.trains_several or chosen not in engine.NAMES) and not run.finished:
+    if given != "auto" and (made.trains_several or chosen not in engine.ENGINES) and not run.finished:
         engine.check(made, run.engine, _sample(runs))
     for each in runs:
         each.engine_name, each.engine = chosen, made

@@ -32,7 +32,7 @@ from fl_lightning.core import (
     similar,
 )
 from fl_lightning.data import FederatedDataModule, Minibatches, MinibatchTable
-from fl_lightning.engine import ENGINES, Engine, EngineName, LocalResult, dry_step
+from fl_lightning.engine import Engine, EngineName, LocalResult, dry_step, engine_class
 from fl_lightning.engine.rounds import Rounds
 from fl_lightning.results.configs import group_id, only_python
 from fl_lightning.results.metrics import Mode, is_protected
@@ -387,7 +387,7 @@ class Run:
     def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
         """Returns an engine for this run's objective; without ``compile`` not even one compiles that should."""
         block, compile = self.settings.client_block, self.settings.compile and compile
-        return ENGINES[name](self.objective, self.net, self.fabric.autocast, block, compile)
+        return engine_class(name)(self.objective, self.net, self.fabric.autocast, block, compile)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``.

@@ -25,7 +25,7 @@ from fl_lightning.core import (
     require,
 )
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.engine import Engine, EngineName, named
+from fl_lightning.engine import Engine, EngineName, name_of
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.participation import NO_FAULTS, Asynchronous, Clock, CohortSampler, Faults, UniformSampler
@@ -179,7 +179,7 @@ class Settings(Checked, key="trainer"):
             )
         self.local_epochs, self.local_steps = local_epochs, local_steps
         self.default_root_dir, self.name = Path(default_root_dir).expanduser(), name
-        self.engine = named(engine)
+        self.engine = name_of(engine)
         self.client_block, self.compile = client_block, compile
         self.deterministic, self.client_memory = deterministic, client_memory
         self.threads, self.tf32, self.precision = threads, tf32, precision

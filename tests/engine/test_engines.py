@@ -703,15 +703,18 @@ def test_an_engine_of_ones_own(tmp_path: Path) -> None:
     assert torch.equal(one.server.w, own.server.w)
     path = f"{__name__}.Backwards"
     assert own.engine_name == own.config["trainer"]["engine"] == path and type(own.engine) is Backwards
-    options: dict[str, Any] = {
-        "clients_per_round": 4,
-        "precision": "64-true",
-        "accelerator": "cpu",
-        "engine": Backwards,
-    }
-    longer = FederatedTrainer(max_rounds=4, enable_progress_bar=False, default_root_dir=str(tmp_path), **options)
-    resumed = longer.fit(FedAvg(Small()), data(4), str(own.folder.last))
-    assert torch.equal(resumed.server.w, train(tmp_path, FedAvg(Small()), "sequential", max_rounds=4).server.w)
+    whole = train(tmp_path, FedAvg(Small()), "sequential", max_rounds=4)
+    options: dict[str, Any] = {"clients_per_round": 4, "precision": "64-true", "accelerator": "cpu", "max_rounds": 4}
+    for engine in (Backwards, "auto"):  # that of the checkpoint
+        trainer = FederatedTrainer(engine=engine, default_root_dir=str(tmp_path), **options)
+        resumed = trainer.fit(FedAvg(Small()), data(4), str(own.folder.last))
+        assert torch.equal(resumed.server.w, whole.server.w) and type(resumed.engine) is Backwards
     with pytest.raises(UserError, match=r"trainer.engine = backwards: FedAvg gives .* something else"):
         train(tmp_path, FedAvg(Small()), Wrong)  # type: ignore[arg-type]
     assert FederatedTrainer(engine=SequentialEngine).engine == "sequential"
+
+    class Inner(Backwards):
+        """Is defined in a function."""
+
+    with pytest.raises(UserError, match=r"Inner: cannot be imported .*; give a class at the top level of a module"):
+        FederatedTrainer(engine=Inner)

@@ -33,7 +33,7 @@ def from_the_host(objective: LocalObjective, monkeypatch: pytest.MonkeyPatch) ->
     """Trains a round, its steps recorded; returns what the record takes from the host.
 
     Returns:
-        Each value of the host, the operation that takes it, and how many values that takes.
+        What the record says of each value of the host, the operation that takes it, and how many values that takes.
     """
     trainer = FederatedTrainer(max_rounds=2, clients_per_round=3, local_steps=2, accelerator="cpu", threads=1)
     run = trainer.start(objective, data())
@@ -50,7 +50,7 @@ def from_the_host(objective: LocalObjective, monkeypatch: pytest.MonkeyPatch) ->
         for device in (torch.device("cpu"), torch.device(META))
     )
     pairs = [(node, user) for node in host for user in node.users if user in there]
-    return [(node.meta["val"], user.target, len(user.all_input_nodes)) for node, user in pairs]
+    return [(node.meta, user.target, len(user.all_input_nodes)) for node, user in pairs]
 
 
 @pytest.mark.sampled(quick=8, slow=2)
@@ -61,7 +61,7 @@ def test_rounds_read_no_value_and_records_take_but_numbers_from_the_host(
     """CUDA passes a number of the host to a kernel of two tensors, and copies it for `where`."""
     optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
     for value, taken_by, inputs in from_the_host(getattr(algorithms, name)(Net(), optimizer=optimizer), monkeypatch):
-        assert value.ndim == 0 and inputs == 2 and "where" not in str(taken_by)
+        assert value["val"].ndim == 0 and inputs == 2 and "where" not in str(taken_by)
 
 
 class Reads(FedAvg):
@@ -83,6 +83,6 @@ class Mixes(FedAvg):
 def test_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the test above would show nothing."""
     ((value, taken_by, _),) = from_the_host(Mixes(Net()), monkeypatch)
-    assert value.ndim == 0 and "where" in str(taken_by)
+    assert value["device"].type == "cpu" and "where" in str(taken_by)
     with pytest.raises(RuntimeError, match="depends on values of tensors"):
         from_the_host(Reads(Net()), monkeypatch)

@@ -17,11 +17,12 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fl_lightning import FedAvg, algorithms
-from fl_lightning.core import ClientContext, State, UserError
+from fl_lightning.core import ClientContext, FlatSpec, State, UserError
 from fl_lightning.engine import record
 from fl_lightning.engine.record import Numbers, RecordedRound, Recording, Tensors
 from fl_lightning.engine.simplify import simplified
 from tests.engine.test_engines import Small, train
+from tests.engine.test_simplify import recorded
 from tests.problem import optimizer_for
 
 
@@ -56,19 +57,19 @@ def by_torch(
 def test_every_step_and_round_is_recorded_as_torch_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded = list[str]()
+    seen = list[str]()
     ours = record.trace
 
     def both(function: Any, named: Tensors, ctx: ClientContext) -> tuple[Numbers, GraphModule]:
         numbers, graph = ours(function, named, ctx)
-        recorded.extend(found := operations(simplified(deepcopy(graph), constants=False)))
+        seen.extend(found := operations(simplified(deepcopy(graph), constants=False)))
         assert found == operations(simplified(by_torch(function, named, ctx), constants=False))
         return numbers, graph
 
     monkeypatch.setattr(record, "trace", both)
     objective = getattr(algorithms, name)(net=Small(), optimizer=optimizer_for(name, 0.05, momentum=0.9))
     train(tmp_path, objective, "graphed", max_rounds=4)
-    assert len(recorded) > 20
+    assert len(seen) > 20
 
 
 def in_place(x: Tensor, held: Tensor) -> list[Tensor]:
@@ -105,9 +106,7 @@ def casts(x: Tensor, held: Tensor) -> list[Tensor]:
 def test_functions(function: Callable[[Tensor, Tensor], list[Tensor]]) -> None:
     """Records are those of torch, have its bits for other inputs, and write into none."""
     x, held = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([1.0, 0.5, -2.0])
-    with (recording := Recording({"x": x})):
-        outputs = function(x, held)
-    ours, torchs = recording.recorded(outputs), make_fx(lambda x: function(x, held))(x)
+    ours, torchs = recorded(lambda x: function(x, held), x), make_fx(lambda x: function(x, held))(x)
     assert operations(simplified(deepcopy(ours), False)) == operations(simplified(torchs, False))
     for other in (x, torch.tensor([-0.0, 1e-40, 0.7]), torch.randn(3)):
         kept = other.clone(), held.clone()
@@ -121,9 +120,8 @@ def test_python_may_look_at_what_is_always_the_same() -> None:
         two = torch.tensor(2.0)
         return x * (3 if two * two > 1 else 5) + float(two)
 
-    with (recording := Recording({"x": (x := torch.tensor([1.0, 2.0]))})):
-        y = function(x)
-    assert torch.equal(recording.recorded([y])(x + 1)[0], function(x + 1))
+    x = torch.tensor([1.0, 2.0])
+    assert torch.equal(recorded(lambda x: [function(x)], x)(x + 1)[0], function(x + 1))
 
 
 @pytest.mark.parametrize("look", [lambda x: x.sum().item(), lambda x: bool(x[0] > 0), lambda x: torch.equal(x, -x)])
@@ -146,3 +144,11 @@ def test_a_look_in_a_later_round_is_told(tmp_path: Path) -> None:
     says = r"trainer.engine = graphed: Looks with Small cannot be batched \(.*depends on values.*\); use sequential"
     with pytest.raises(UserError, match=says):
         train(tmp_path, Looks(Small()), "graphed")
+
+
+def test_a_cached_mask_is_held_and_not_made_in_each_replay() -> None:
+    spec, x = FlatSpec(Small()), torch.ones(1)
+    name, *_ = spec.names
+    record = recorded(lambda x: [spec.mask([name], x.device) * x], x)
+    assert [node.target for node in record.graph.nodes if node.op == "call_function"] == [torch.ops.aten.mul.Tensor]
+    assert torch.equal(record(x)[0], spec.mask([name], x.device) * x)

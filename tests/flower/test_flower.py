@@ -163,7 +163,7 @@ def test_apps_in_one_process(environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("environment", ["lowest", pytest.param("newest", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.sampled(slow=2)
 def test_guide_with_a_lost_node(network: Network, environment: str) -> None:
     """The second node ends after the first round, stopped or killed; the run ends in a line, and goes on from there."""
     link, *nodes, run = START

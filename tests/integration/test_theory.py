@@ -15,7 +15,8 @@ EXAMPLE = runpy.run_path(str(ROOT / "examples" / "theory.py"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.long] * (n < 3)) for n in range(1, 6)])
+@pytest.mark.sampled(slow=2)
+@pytest.mark.parametrize("number", range(1, 6))
 def test_runs_end_where_the_theorem_says(number: int, tmp_path: Path) -> None:
     """To rounding; fitted rates to a thousandth; what leaves out a term falls as this term does."""
     rows = EXAMPLE["THEOREMS"][number - 1](tmp_path)

@@ -243,8 +243,7 @@ def unknown_class(path: str, name: str, wanted: str) -> str:
         wanted: The parser's own words about the classes that fit.
     """
     bases = set(re.findall(r"fl_lightning(?:\.\w+)*\.([A-Z]\w*)", first_of("Subtypes: (.*)", wanted)))
-    named = index()["classes"]["FederatedTrainer"]["settings"].get(path.removeprefix("trainer."), {})
-    known = fitting_classes(path, bases) or named.get("choices", [])
+    known = fitting_classes(path, bases) or options_of("fit").get(path, {}).get("choices", [])
     if name.casefold() == "none":
         return f"{path} = {name}: no such class; null stands for none"
     if name[:1] in ("{", "["):

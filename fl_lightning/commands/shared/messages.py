@@ -139,8 +139,12 @@ def _failed_import(refusal: _Refusal, match: re.Match[str]) -> str | None:
 
 
 def _problem_of_a_class(refusal: _Refusal, match: re.Match[str]) -> str:
-    remedy = f"; check that Python can import '{match[1].rpartition('.')[0]}'" if "No module" in match[2] else ""
+    remedy = _import_of(match[1]) if "No module" in match[2] else ""
     return f"{refusal.path or 'class_path'} = {match[1]}: {folded(match[2], MOST)}{remedy}"
+
+
+def _import_of(name: str) -> str:
+    return f"; check that Python can import '{name.rpartition('.')[0]}'"
 
 
 def _unknown_class_of_help(refusal: _Refusal, match: re.Match[str]) -> str:
@@ -212,8 +216,7 @@ def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
     if kind == "NoneType" and own:
         return _raised_by_a_class(path, message, own)
     if (choices := re.findall(r"'(.+?)'", kind)) and kind.startswith("Literal"):
-        module = first_of(r"^([A-Za-z_][\w.]*)\.\w+$", value)
-        remedy = f"; check that Python can import '{module}'" if module else ""
+        remedy = _import_of(value) if re.fullmatch(r"[A-Za-z_][\w.]*\.\w+", value) else ""
         return f"{path} = {value:.60}: choose from {', '.join(choices)}{remedy}"
     name, listed = value.strip("[]"), kind.rpartition(".")[2] in ("list", "Sequence")
     if listed and path in FOREIGN and "{" not in name and name not in fitting_classes(path, ()):

@@ -268,8 +268,8 @@ def _renamed(before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
 
 def _check_class(path: str, name: str, setting: dict[str, Any]) -> None:
     """Refuses the name of a class that neither the package nor a file has."""
-    choices, kinds = setting.get("choices", ()), index()
-    known = name in kinds["classes"] or name in kinds["others"] or name in choices or os.path.exists(name)
+    choices = setting.get("choices", [])
+    known = name in [*index()["classes"], *index()["others"], *choices] or os.path.exists(name)
     own = "classes" in setting or (path not in FOREIGN and fitting_classes(path, ()))  # a net is any Module
     closed = own and (choices or not {"list", "open"} & {*setting})
     if closed and re.fullmatch(r"[A-Za-z_]\w*", name) and not known and load_yaml(name) == name:

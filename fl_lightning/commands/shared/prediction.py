@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
 from fl_lightning.core import State, UserError, generator, map_tensors, named_tensors
-from fl_lightning.engine import ENGINES, contract_of
+from fl_lightning.engine import contract_of, engine_class
 from fl_lightning.trainer import (
     Callback,
     CSVLogger,
@@ -371,7 +371,7 @@ def makespan(steps: Sequence[int], world: int, engine: str = "sequential", block
     """
 
     def work(mine: list[int]) -> int:
-        if not ENGINES[engine].trains_several:
+        if not engine_class(engine).trains_several:
             return sum(mine)
         return sum(sorted(mine, reverse=True)[:: block or max(len(mine), 1)])  # the longest of each block
 
