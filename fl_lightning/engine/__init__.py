@@ -3,7 +3,7 @@
 from fl_lightning.engine.agreement import check
 from fl_lightning.engine.base import Engine, Job, LocalResult
 from fl_lightning.engine.batched import BatchedEngine
-from fl_lightning.engine.choice import ENGINES, Choice, EngineName, choose, engine_class, name_of, seconds
+from fl_lightning.engine.choice import ENGINES, Choice, EngineName, choose, engine_class, is_name, name_of, seconds
 from fl_lightning.engine.contract import Exchange, contract_of, dry_step
 from fl_lightning.engine.graphed import GraphedEngine
 from fl_lightning.engine.sequential import DebugEngine, SequentialEngine
@@ -25,6 +25,7 @@ __all__ = [
     "contract_of",
     "dry_step",
     "engine_class",
+    "is_name",
     "name_of",
     "seconds",
 ]

@@ -23,6 +23,11 @@ else:
     EngineName = Literal[NAMES]
 
 
+def is_name(name: object) -> bool:
+    """Returns whether this may name an engine: one of the package, or by an import path one of somebody's own."""
+    return isinstance(name, str) and (name in NAMES or (all(map(str.isidentifier, name.split("."))) and "." in name))
+
+
 def name_of(engine: str | type[Engine]) -> EngineName:
     """Returns the name of an engine; that of a class of somebody's own is its import path.
 

@@ -11,6 +11,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from fl_lightning.core import NonNegativeInt, State, UserError, ensure, files, fits, weights
+from fl_lightning.engine import is_name
 from fl_lightning.trainer.aggregation.accountant import BYTES
 from fl_lightning.trainer.settings import Kind
 from fl_lightning.trainer.state import RunState
@@ -102,7 +103,7 @@ FORM: dict[str, Any] = {
     "identity": dict,
     "config": dict[str, str],
     "settings": dict[str, tuple[Any, Any]],
-    "engine": str,
+    "engine": is_name,
     "noise": lambda noise: noise is None or fits(noise, {"key": _is_key, "settings": str}),
     "elapsed": float,
     "records": dict[str, int],
