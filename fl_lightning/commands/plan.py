@@ -137,7 +137,7 @@ def plan(
         uploads=sum(len(coming.clients) for coming in rounds),
         late=sum(coming.late for coming in rounds),
         device_seconds=None if run.timing is None else rounds[-1].time_s,
-        lacking=program.lacking(run) + ["one process"] * (world > 1),
+        lacking=program.lacking(run) + ["one process, or deterministic"] * (world > 1 and not trainer.deterministic),
     )
 
 

@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor
 
 from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulator_dtype, ensure, k_lr_sums, to_device
@@ -24,25 +25,41 @@ from fl_lightning.engine.rounds import Drawn, Rounds, Table, Trained
 from fl_lightning.engine.simplify import Known, called_directly, simplified
 
 
-@dataclass(frozen=True)
-class RoundRecord:
-    """A round that was recorded as three stages: what comes before, in and after the local steps.
+class Piece(NamedTuple):
+    """A part of a round that is replayed at once.
 
     Attributes:
-        stages: "send", "step" and "receive".
-        inputs: Names of the inputs.
+        inputs: Names of its inputs.
+        outputs: Names of its outputs.
+        replay: Replays it.
+    """
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    replay: Replay
+
+    def update(self, values: dict[str, Tensor]) -> None:
+        """Replays it with named tensors, and adds what it returns."""
+        values.update(zip(self.outputs, self.replay(*[values[name] for name in self.inputs]), strict=True))
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """A round that was recorded in stages: before and in the local steps, at their end, and at the server.
+
+    Attributes:
+        stages: "send", "step", "finish" and "receive".
         example: Inputs of the steps.
         bits: Bits that a client receives, and that it uploads.
         known: What is known of its minibatches.
-        replays: What replays a round with so many local steps: the tensors of ``inputs`` to the last stage's outputs.
+        pieces: What replays a round with so many local steps; the last piece has the outputs of "receive".
     """
 
     stages: Mapping[str, Stage]
-    inputs: Sequence[str]
     example: Tensors
     bits: tuple[int, int]
     known: Known
-    replays: dict[int, Replay] = field(default_factory=dict)
+    pieces: dict[int, Sequence[Piece]] = field(default_factory=dict)
 
     def serves(self, t: int, known: Known) -> bool:
         """Returns whether the record serves for round ``t``, of whose minibatches this is known."""
@@ -63,15 +80,16 @@ class RecordedRounds(Rounds):
 
     engine: GraphedEngine
 
-    def __init__(self, engine: GraphedEngine, w0: Tensor, seed: int) -> None:
-        super().__init__(engine, w0, seed)
+    def __init__(self, engine: GraphedEngine, w0: Tensor, seed: int, fabric: Fabric) -> None:
+        super().__init__(engine, w0, seed, fabric)
         self._records: dict[Any, list[RoundRecord]] = {}
         self._programs, self._refused, self._bits = 0, False, (0, 0)
+        self._most = 0  # clients of a round, those of other processes included
 
     def train(
         self, rounds: Sequence[Drawn], minibatches: MinibatchTable, server: State, table: Table
     ) -> Iterator[Trained]:
-        contexts = [drawn.contexts[0] for drawn in rounds]
+        contexts = [drawn.share(self.fabric.global_rank).contexts[0] for drawn in rounds]
         arrays = self._arrays(rounds, minibatches, table, server.w) if self._fit() else []
         records = self._recorded(contexts, arrays, server, table) if arrays else []
         if not records:
@@ -85,25 +103,16 @@ class RecordedRounds(Rounds):
             server.w.device,
             accumulator_dtype(server.w.device),
         )
-        for drawn, record, named, inputs in zip(rounds, records, arrays, numbers.unbind(), strict=True):
-            started, outputs = time.perf_counter(), record.stages["receive"].outputs
-            rows, met = table.take(named["places"])
-            ticks = dict(zip(record.stages, inputs.unbind(), strict=True))
-            values = {
-                **named,
-                **prefixed("server", server),
-                **prefixed("row", rows),
-                "met": met,
-                **prefixed("t", ticks),
-            }
-            with torch.no_grad():
-                replay = self._replay(record, named, drawn.contexts[0])
-                after = dict(zip(outputs, replay(*[values[name] for name in record.inputs]), strict=True))
-            server = State({name: after[f"server.{name}"] for name in server})
+        for drawn, record, named, ctx, inputs in zip(rounds, records, arrays, contexts, numbers.unbind(), strict=True):
+            started, values = time.perf_counter(), {**named, **prefixed("server", server)}
+            rows, values["met"] = table.take(named["places"])
+            values |= {**prefixed("row", rows), **prefixed("t", dict(zip(record.stages, inputs.unbind(), strict=True)))}
+            self._replay(drawn, record, values, ctx)
+            server = State({name: values[f"server.{name}"] for name in server})
             n, (down, up) = len(drawn.clients), record.bits
-            table.put(named["places"][:n], {name: v[:n] for name, v in below("row", after).items()})
+            table.put(table.places(drawn.clients), {name: v[:n] for name, v in below("row", values).items()})
             bits = drawn.receivers * down + n * up
-            yield Trained(server, after["numbers"], bits, time.perf_counter() - started)
+            yield Trained(server, values["numbers"], bits, time.perf_counter() - started)
 
     def _fit(self) -> bool:
         """Returns whether the rounds can be recorded, as far as one knows before."""
@@ -113,33 +122,38 @@ class RecordedRounds(Rounds):
         self, rounds: Sequence[Drawn], minibatches: MinibatchTable, table: Table, w: Tensor
     ) -> list[dict[str, Tensor]]:
         """Returns what each of the rounds draws, as tensors by name."""
-        n = [len(drawn.clients) for drawn in rounds]
+        shares = [drawn.share(self.fabric.global_rank) for drawn in rounds]
+        n = [len(share.clients) for share in shares]
         width, device = self.engine.widened(max(n)), w.device
-        padded = [drawn.padded(width) for drawn in rounds]
-        blocks = minibatches.blocks(n, width)
-        columns = [[[getattr(ctx, name) for ctx in drawn.contexts] for name in COLUMNS] for drawn in padded]
+        self._most = max(self._most, *(len(drawn.clients) for drawn in rounds))
+        most = width if self.fabric.world_size == 1 else self._most
+        padded = [share.padded(width) for share in shares]
+        columns = [[[getattr(ctx, name) for ctx in share.contexts] for name in COLUMNS] for share in padded]
         samples = [float(sum(ctx.n_k for ctx in drawn.contexts)) for drawn in rounds]
-        places = torch.stack([table.places(drawn.clients) for drawn in padded])
-        there = to_device([[[place < its] for place in range(width)] for its in n], device)
+        counts = [[ctx.n_k for ctx in drawn.padded(most).contexts] for drawn in rounds]
+        there = [[place < len(drawn.clients) for place in range(most)] for drawn in rounds]
+        places = torch.stack([table.places(share.clients) for share in padded])
         return [
             {
                 "places": where,
                 "samples": samples_of,
+                "n_k": counts_of,
                 "k_lr": k_lr,
                 **{f"ctx.{name}": column for name, column in zip(COLUMNS, its.unbind(), strict=True)},
                 **block.tensors(),
-                **self._class_counts(drawn, minibatches.source, w),
-                **({} if clients == width else {"there": own}),
+                **self._class_counts(share, minibatches.source, w),
+                **({} if len(drawn.clients) == most else {"there": own}),
             }
-            for where, samples_of, k_lr, its, block, drawn, clients, own in zip(
+            for drawn, share, where, samples_of, counts_of, k_lr, its, block, own in zip(
+                rounds,
+                padded,
                 places.unbind(),
                 to_device(samples, device, accumulator_dtype(device)).unbind(),
+                to_device(counts, device, w.dtype)[..., None].unbind(),
                 to_device([k_lr_sums(drawn.contexts) for drawn in rounds], device, w.dtype).unbind(),
                 to_device(columns, device, w.dtype)[..., None].unbind(),
-                blocks,
-                padded,
-                n,
-                there.unbind(),
+                minibatches.blocks(n, width),
+                to_device(there, device)[..., None].unbind(),
                 strict=True,
             )
         ]
@@ -197,10 +211,10 @@ class RecordedRounds(Rounds):
         stages = {
             "send": stages["send"],
             "step": self.engine.record_of(example, ctx).stage,
+            "finish": stages["finish"],
             "receive": stages["receive"],
         }
-        inputs = [*(name for name in named if name != "places"), *(f"t.{name}" for name in stages)]
-        return RoundRecord(stages, inputs, example, self._bits, facts)
+        return RoundRecord(stages, example, self._bits, facts)
 
     def _around(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
         """Records what comes before and after the local steps of a round; returns it, and inputs of the steps.
@@ -214,11 +228,14 @@ class RecordedRounds(Rounds):
         watched, before = Watched(objects), [{**vars(owner)} for owner in objects]
         first = {**server, **rows, "met": named["met"], **columns, **t}
         send = stage(self._send, first, ctx)
-        with torch.no_grad():
-            sent = dict(zip(send.outputs, send.graph(*first.values()), strict=True))
-        of_all = {name: named[name] for name in ("samples", "k_lr", "there") if name in named}
-        last = {**server, **sent, **columns, **t, **of_all}
-        receive = stage(self._receive, last, ctx)
+        sent = self._outputs(send, first)
+        finish = stage(self._finish, own := {**sent, **columns, **t}, ctx)
+        results = {
+            name: v[:1].expand(len(named["n_k"]), *v.shape[1:]) for name, v in self._outputs(finish, own).items()
+        }
+        of_all = {name: named[name] for name in ("samples", "n_k", "k_lr", "there") if name in named}
+        received = prefixed("received", below("received", sent))
+        receive = stage(self._receive, {**server, **received, **results, **t, **of_all}, ctx)
         changed = {name for _, name in watched.changed()}
         for owner, attributes in zip(objects, before, strict=True):
             new = vars(owner).keys() - attributes.keys()
@@ -228,24 +245,50 @@ class RecordedRounds(Rounds):
             vars(owner).update(attributes)
         ensure(not changed, f"hooks set {', '.join(sorted(changed))}")
         blocks = prefixed("block", below("block", named))
-        return {"send": send, "receive": receive}, {**sent, **columns, **t, **blocks}
+        return {"send": send, "finish": finish, "receive": receive}, {**sent, **columns, **t, **blocks}
 
-    def _replay(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> Replay:
+    def _replay(self, drawn: Drawn, record: RoundRecord, values: dict[str, Tensor], ctx: ClientContext) -> None:
+        """Replays a record of a round with named tensors, and adds what its stages return."""
+        *local, last = self._pieces(record, values, ctx)
+        with torch.no_grad():
+            with self.on_all_processes():
+                for piece in local:
+                    piece.update(values)
+            if self.fabric.world_size > 1:
+                results = {name: values[name] for name in record.stages["finish"].outputs}
+                values.update(self.together(drawn, results, len(values["n_k"])))
+            last.update(values)
+
+    def _pieces(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> Sequence[Piece]:
         """Returns what replays a record with as many local steps as there are minibatches."""
-        steps, send, receive = len(named["block.y"]), record.stages["send"], record.stages["receive"]
-        if steps in record.replays:
-            return record.replays[steps]
-        if not self.engine.compile and steps <= self.engine.UNROLLED:
-            order = [("t.send", send), *[("t.step", record.stages["step"])] * steps, ("t.receive", receive)]
-            whole = composed(order, record.inputs, receive.outputs)
-            replay: Replay = called_directly(simplified(whole, known=record.known)).forward
-        else:
-            replay = self._chained(record, named, ctx)
-        record.replays[steps] = replay
-        return replay
+        steps, order = len(named["block.y"]), {name: [(f"t.{name}", each)] for name, each in record.stages.items()}
+        if steps not in record.pieces:
+            if self.engine.compile or steps > self.engine.UNROLLED:
+                parts = [order["send"], [], order["finish"], order["receive"]]
+            else:
+                local = [*order["send"], *order["step"] * steps, *order["finish"]]
+                parts = [[*local, *order["receive"]]] if self.fabric.world_size == 1 else [local, order["receive"]]
+            record.pieces[steps] = [
+                self._piece(record, part) if part else self._steps(record, named, ctx) for part in parts
+            ]
+        return record.pieces[steps]
 
-    def _chained(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> Replay:
-        """Returns the replays of the stages one after another; that of the steps is the one of single rounds."""
+    def _piece(self, record: RoundRecord, part: Sequence[tuple[str, Stage]]) -> Piece:
+        """Returns the replay of stages one after another; it returns what later stages need."""
+        inputs, outputs = dict[str, None](), dict[str, None]()
+        for t, each in part:
+            names = [t if name == "t" else name for name in each.inputs]
+            inputs |= dict.fromkeys(name for name in names if name not in outputs)
+            outputs |= dict.fromkeys(each.outputs)
+        stages = [*record.stages.values()]
+        later = stages[stages.index(part[-1][1]) + 1 :]
+        needed = {name for each in later for name in each.inputs} or {*stages[-1].outputs}
+        kept = [name for name in outputs if name in needed]
+        whole = composed(part, [*inputs], kept)
+        return Piece([*inputs], kept, called_directly(simplified(whole, known=record.known)).forward)
+
+    def _steps(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> Piece:
+        """Returns the replay of the local steps of single rounds."""
         blocks = {name: v for name, v in named.items() if name.startswith("block.")}
         step, unroll = (
             self.engine.record_of({**record.example, **blocks}, ctx),
@@ -257,17 +300,7 @@ class RecordedRounds(Rounds):
             rows = tuple(torch.unflatten(v, 0, (-1, unroll)) for v in values[-len(blocks) :])
             return step.replay(values[:carried], values[carried : -len(blocks)], rows)
 
-        around = [called_directly(simplified(record.stages[name].graph)).forward for name in ("send", "receive")]
-        functions: list[Replay] = [around[0], steps, around[1]]
-
-        def chained(*values: Tensor) -> Values:
-            known = dict(zip(record.inputs, values, strict=True))
-            for (name, each), replay in zip(record.stages.items(), functions, strict=True):
-                known["t"] = known[f"t.{name}"]
-                known.update(zip(each.outputs, replay(*[known[name] for name in each.inputs]), strict=True))
-            return tuple(known[name] for name in record.stages["receive"].outputs)
-
-        return chained
+        return Piece(["t.step" if n == "t" else n for n in step.stage.inputs], step.stage.outputs, steps)
 
     def _send(self, named: Tensors, ctx: ClientContext) -> Tensors:
         """`send` with named tensors."""
@@ -277,10 +310,13 @@ class RecordedRounds(Rounds):
         carry = replace(carry, w=carry.w.contiguous()) if self.engine.compile else carry  # as in single rounds
         return {**tensors_of_carry(carry), **given}
 
+    def _finish(self, named: Tensors, ctx: ClientContext) -> Tensors:
+        """`finish` with named tensors."""
+        return self.finish(carry_of(named), self.engine.fixed_of(named, ctx))
+
     def _receive(self, named: Tensors, ctx: ClientContext) -> Tensors:
         """`receive` with named tensors."""
-        carry, fixed, server = carry_of(named), self.engine.fixed_of(named, ctx), State(below("server", named))
-        counts, there, width = named["ctx.n_k"], named.get("there"), len(carry.w)
+        counts, there, width = named["n_k"], named.get("there"), len(named["n_k"])
         n = width if there is None else there.sum(dtype=named["samples"].dtype)
         counts = counts if there is None else torch.where(there, counts, 0)
 
@@ -288,13 +324,19 @@ class RecordedRounds(Rounds):
             rows = {name: upload[name] for name in self.objective.wire[1]}
             return Uploads.of_rows(self.objective.weighting, rows, counts, n, named["samples"], named["k_lr"])
 
-        after, rows, numbers, (down, up) = self.receive(server, fixed.received, carry, fixed, width, average, there)
+        server, sent = (State(below(name, named)) for name in ("server", "received"))
+        after, rows, numbers, (down, up) = self.receive(server, sent, ctx, named, average, there)
         self._bits = down, up // width
         return {**prefixed("server", after), **prefixed("row", rows), "numbers": numbers}
 
+    def _outputs(self, of: Stage, named: Tensors) -> Tensors:
+        """Returns the outputs of a stage by name."""
+        with torch.no_grad():
+            return dict(zip(of.outputs, of.graph(*named.values()), strict=True))
 
-def rounds_of(engine: BatchedEngine, w0: Tensor, seed: int) -> Rounds:
-    """Returns what trains rounds with an engine, given the initial model ``(d,)`` and the seed of the run."""
+
+def rounds_of(engine: BatchedEngine, w0: Tensor, seed: int, fabric: Fabric) -> Rounds:
+    """Returns what trains rounds with an engine; arguments as for `Rounds`."""
     if isinstance(engine, GraphedEngine):
-        return RecordedRounds(engine, w0, seed)
-    return Rounds(engine, w0, seed)
+        return RecordedRounds(engine, w0, seed, fabric)
+    return Rounds(engine, w0, seed, fabric)

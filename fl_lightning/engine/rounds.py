@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
@@ -29,6 +32,8 @@ from fl_lightning.data.minibatches import MinibatchTable
 from fl_lightning.data.samples import SampleStore
 from fl_lightning.engine.base import Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine, by_client
+from fl_lightning.engine.named import below, prefixed
+from fl_lightning.engine.record import Tensors
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,21 @@ class Drawn:
         clients: Ids of its clients.
         contexts: Their contexts.
         receivers: Number of clients that receive the server's state; some of them may upload nothing.
+        shares: Positions of the clients that each process trains, at least one of each.
     """
 
     clients: Sequence[int]
     contexts: Sequence[ClientContext]
     receivers: int
+    shares: Sequence[Sequence[int]]
+
+    def share(self, rank: int) -> Drawn:
+        """Returns the part of the round that a process trains."""
+        if len(self.shares) == 1:
+            return self
+        mine = self.shares[rank]
+        clients, contexts = [self.clients[p] for p in mine], [self.contexts[p] for p in mine]
+        return replace(self, clients=clients, contexts=contexts)
 
     def padded(self, width: int) -> Drawn:
         """Returns a round of ``width`` clients: its own, and the first one again."""
@@ -122,14 +137,17 @@ class Table:
 class Rounds:
     """Trains consecutive rounds of one phase, each in one block; the server averages the uploads by their mean.
 
+    Several processes train their shares of a round, and exchange the results; then each makes the server's step.
+
     Args:
         engine: Trains the clients.
         w0: The initial model, ``(d,)``.
         seed: Seed of the run.
+        fabric: The processes; every one calls.
     """
 
-    def __init__(self, engine: BatchedEngine, w0: Tensor, seed: int) -> None:
-        self.engine, self.objective, self.w0, self.seed = engine, engine.objective, w0, seed
+    def __init__(self, engine: BatchedEngine, w0: Tensor, seed: int, fabric: Fabric) -> None:
+        self.engine, self.objective, self.w0, self.seed, self.fabric = engine, engine.objective, w0, seed, fabric
 
     def train(
         self, rounds: Sequence[Drawn], minibatches: MinibatchTable, server: State, table: Table
@@ -138,25 +156,51 @@ class Rounds:
 
         Args:
             rounds: What they draw.
-            minibatches: The minibatches of their clients, one round after another.
+            minibatches: The minibatches of the clients of this process, one round after another.
             server: The server's state before the first.
-            table: States of their clients; when a result is yielded, those after its round.
+            table: States of all clients; when a result is yielded, those after its round.
         """
-        width = self.engine.widened(max(len(drawn.clients) for drawn in rounds))
-        blocks = minibatches.blocks([len(drawn.clients) for drawn in rounds], width)
-        for drawn, block in zip(rounds, blocks, strict=True):
-            started, padded = time.perf_counter(), drawn.padded(width)
-            ctx = self.context(padded, minibatches.source, server.w)
-            places = table.places(padded.clients)
-            sent, carry, fixed = self.send(server, *table.take(places), ctx)
-            carry = self.engine.steps(carry, block, fixed)
+        shares = [drawn.share(self.fabric.global_rank) for drawn in rounds]
+        n = [len(share.clients) for share in shares]
+        width = self.engine.widened(max(n))
+        for drawn, share, block in zip(rounds, shares, minibatches.blocks(n, width), strict=True):
+            started, padded = time.perf_counter(), share.padded(width)
+            with self.on_all_processes():
+                ctx = self.context(padded, minibatches.source, server.w)
+                sent, carry, fixed = self.send(server, *table.take(table.places(padded.clients)), ctx)
+                results = self.finish(self.engine.steps(carry, block, fixed), fixed)
+            results = self.together(drawn, results, len(drawn.clients))
             training_s = time.perf_counter() - started
-            n = len(drawn.clients)
-            server, rows, numbers, (down, up) = self.receive(
-                server, sent, carry, fixed, n, partial(self.average, drawn.contexts)
-            )
-            table.put(places[:n], rows)
+            average = partial(self.average, drawn.contexts)
+            server, rows, numbers, (down, up) = self.receive(server, sent, ctx, results, average)
+            table.put(table.places(drawn.clients), rows)
             yield Trained(server, numbers, drawn.receivers * down + up, training_s)
+
+    @contextmanager
+    def on_all_processes(self) -> Iterator[None]:
+        """Lets every process raise an error of memory or of torch that one of them meets within it."""
+        error: Exception | None = None
+        try:
+            yield
+        except (RuntimeError, MemoryError) as met:
+            error = met
+        if self.fabric.world_size > 1:
+            failed = _of_all_processes(self.fabric, self.w0.new_full((1,), error is not None))
+            if error is None and bool(failed.any()):
+                error = MemoryError("another process could not train its clients")
+        if error is not None:
+            raise error
+
+    def together(self, drawn: Drawn, results: Tensors, n: int) -> Tensors:
+        """Returns the first ``n`` rows of results of a round's clients, those of other processes included."""
+        if self.fabric.world_size == 1:
+            return {name: v[:n] for name, v in results.items()}
+        most = max(map(len, drawn.shares))
+        more = max(most - len(results["loss"]), 0)
+        rows = {name: torch.cat([v[:most], v.new_zeros(more, *v.shape[1:])]) for name, v in results.items()}
+        places = {p: most * rank + i for rank, share in enumerate(drawn.shares) for i, p in enumerate(share)}
+        order = to_device([places.get(p, 0) for p in range(n)], self.w0.device)
+        return {name: _of_all_processes(self.fabric, v).index_select(0, order) for name, v in rows.items()}
 
     def average(self, clients: Sequence[ClientContext], upload: Upload) -> Uploads:
         """Returns the averages of the clients' uploads, ``(clients, ...)`` by name."""
@@ -196,52 +240,62 @@ class Rounds:
         scratch = {name: v.expand(clients, *v.shape) for name, v in fresh.items()}
         return sent, *self.engine.begin(State({**rows, **scratch}), sent, ctx, sent.w.expand(clients, -1))
 
+    def finish(self, carry: Carry, fixed: Fixed) -> Tensors:
+        """Calls the hooks of the clients after the last local step.
+
+        Args:
+            carry: What the last step returned.
+            fixed: The arguments of all steps.
+
+        Returns:
+            Uploads, states, losses, and what hooks log, ``(clients, ...)`` by name.
+        """
+        upload, state, logs = self.engine.finish(carry, fixed)
+        width, steps = len(carry.w), cast(Tensor, fixed.ctx.K)  # (clients, 1)
+        loss = carry.loss / steps.clamp(min=1)[:, 0]
+        rows = {**prefixed("upload", upload), **prefixed("state", state)}
+        rows = {name: v if v.ndim > 1 else v.expand(width, -1) for name, v in rows.items()}
+        return {"loss": loss, **rows, **prefixed("log", {name: logs.row(name, width, loss) for name in logs.names})}
+
     def receive(
         self,
         server: State,
         sent: State,
-        carry: Carry,
-        fixed: Fixed,
-        n: int,
+        ctx: ClientContext,
+        results: Tensors,
         average: Callable[[Upload], Uploads],
         there: Tensor | None = None,
     ) -> tuple[State, dict[str, Tensor], Tensor, tuple[int, int]]:
-        """Calls the hooks of a round after the last local step.
+        """Calls the hooks of the server after the last local step.
 
         Args:
             server: The server's state.
             sent: What it has sent.
-            carry: What the last step returned.
-            fixed: The arguments of all steps.
-            n: Number of clients; further rows are padding.
-            average: Averages uploads, ``(n, ...)`` by name.
-            there: Which of the ``n`` take part, ``(n, 1)``; the uploads and states of the others are 0. None: all.
+            ctx: A context of the round.
+            results: What `finish` returns of all clients.
+            average: Averages uploads, ``(clients, ...)`` by name.
+            there: Which of the clients take part, ``(clients, 1)``; the uploads and states of the others are 0. None:
+                all.
 
         Returns:
-            The server's next state; the states that clients keep, ``(n, ...)`` by name; numbers as in `Trained`; and
-            the bits that a client receives, and that all clients upload.
+            The server's next state; the states that clients keep, ``(clients, ...)`` by name; numbers as in `Trained`;
+            and the bits that a client receives, and that all clients upload.
         """
-        objective, ctx, width = self.objective, fixed.ctx, len(carry.w)
-        all_uploads, states, logs = self.engine.finish(carry, fixed)
-        upload, state = (
-            {name: (v if v.ndim > 1 else v.expand(width, -1))[:n] for name, v in group.items()}
-            for group in (all_uploads, states)
-        )
+        objective, n, loss = self.objective, len(results["loss"]), results["loss"]
+        upload, state, logged = (below(group, results) for group in ("upload", "state", "log"))
         if there is not None:
             upload, state = ({k: torch.where(there, v, 0) for k, v in group.items()} for group in (upload, state))
-        of_server = Logs(logs.names)
-        now = replace(_of_server(ctx), logs=of_server)
+        logs = Logs([*logged])
+        now = replace(_of_server(ctx), logs=logs)
         after = objective.finish_phase(server, sent, average(upload), now)
         after = objective.finish_round(after, server, now)
         # infinity times 0 is NaN, which no sum loses
         zeros = [(v * 0).sum() for v in (*upload.values(), *state.values(), *after.values())]
-        steps: Any = ctx.K  # (clients, 1)
-        loss = carry.loss[:n] / steps.clamp(min=1)[:n, 0]
-        logged = [row for of, n in ((logs, n), (of_server, 1)) for name in of.names for row in [of.row(name, n, loss)]]
-        numbers = torch.cat([torch.stack(zeros).sum()[None].to(loss), loss, *logged]).to(accumulator_dtype(loss.device))
+        of_server = [logs.row(name, 1, loss) for name in logs.names]
+        numbers = torch.cat([torch.stack(zeros).sum()[None].to(loss), loss, *logged.values(), *of_server])
         kept = [objective.finish_client(State(row), after) for row in by_client(state, n)]
         rows = {name: torch.stack([row[name] for row in kept]) for name in state}
-        return after, rows, numbers, self.bits(sent, upload, n)
+        return after, rows, numbers.to(accumulator_dtype(loss.device)), self.bits(sent, upload, n)
 
     def bits(self, sent: State, upload: Upload, n: int) -> tuple[int, int]:
         """Returns the bits that a client receives, and those that ``n`` clients upload."""
@@ -259,3 +313,10 @@ class Rounds:
 def _of_server(ctx: ClientContext) -> RoundContext:
     """Returns the context of the server's hooks."""
     return RoundContext(ctx.t, ctx.rounds, ctx.m, ctx.flat, ctx.phase)
+
+
+def _of_all_processes(fabric: Fabric, mine: Tensor) -> Tensor:
+    """Returns the rows of all processes, each of which has as many, contiguous."""
+    everything = [torch.empty_like(mine) for _ in range(fabric.world_size)]
+    dist.all_gather(everything, mine)
+    return torch.cat(everything)

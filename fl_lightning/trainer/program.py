@@ -17,6 +17,7 @@ from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers.base import TAKEN_BACK
 from fl_lightning.trainer.round import Clock, divergences
 from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.runtime import collectives
 
 MEMORY = 1 << 28
 """Maximum number of bytes of the states of server and clients that a program holds."""
@@ -25,7 +26,7 @@ MEMORY = 1 << 28
 NEEDS: Mapping[str, Callable[[Run], bool]] = {
     "the engine batched or graphed": lambda run: isinstance(run.engine, BatchedEngine),
     "all clients in one block (no client_block)": lambda run: getattr(run.engine, "width", None) is None,
-    "one process": lambda run: run.fabric.world_size == 1,
+    "one process, or deterministic": lambda run: run.fabric.world_size == 1 or run.settings.deterministic,
     "one config, or one seed": lambda run: not run.varied,
     "rounds of one phase": lambda run: run.objective.phases == 1,
     "clients that train in rounds only (no Ditto)": lambda run: not run.objective.trains_alone,
@@ -59,7 +60,8 @@ def length(run: Run) -> int:
         most = min(most, int((run.settings.max_time - run.elapsed) / 2 / pace))
     ahead = range(run.rounds_done, run.rounds_done + most)
     n = sum(1 for _ in takewhile(lambda t: not run.needs_round(t), ahead))
-    return n + (n < most and not run.needs_local_models(run.rounds_done + n))
+    n += n < most and not run.needs_local_models(run.rounds_done + n)
+    return run.fabric.broadcast(n) if run.settings.deterministic else n
 
 
 def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
@@ -84,6 +86,8 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
     if not trained:
         return None
     training_s, last = sum(done.training_s for done in trained), len(trained) - 1
+    first = run.fabric.is_global_zero  # its loggers say where the program ends
+    last = last if first else run.fabric.broadcast(last)
     for i, (cohort, done) in enumerate(zip(cohorts, trained, strict=False)):
         failed = {"refused": [], **{kind: getattr(cohort.attendance, kind) for kind in run.failure_kinds}}
         run.apply(run.state.after_round(done.server, done.bits, failed), {})
@@ -102,9 +106,12 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
             break
         run.note(metrics)
         run.write_metrics()
-        if run.should_stop and i + 1 < last:  # by a logger: the next round is the last one
+        if first and run.should_stop and i + 1 < last:  # by a logger: the next round is the last one
             last = i + 1
-            _, rows = _train(run, before, cohorts[: last + 1])
+    if first:
+        run.fabric.broadcast(last)
+    if last + 1 < len(trained):
+        _, rows = _train(run, before, cohorts[: last + 1])
     again = Cohort.draw(run, cohort.t)
     drawn, now = ((each.clients, [(ctx.lr, ctx.K) for ctx in each.contexts]) for each in (cohort, again))
     ensure(
@@ -129,7 +136,7 @@ def _cohorts(run: Run, n: int) -> list[Cohort]:
         cohort = Cohort.draw(run, t)
         room -= len(cohort.clients) * max(cohort.attendance.steps.values(), default=0)
         memory -= server + row * len(cohort.clients)
-        if room < 0 or memory < 0 or not cohort.clients:
+        if room < 0 or memory < 0 or not all(cohort.shares):
             break
         cohorts.append(cohort)
         if clock and (time_s := time_s + (clock.server_s + (cohort.attendance.seconds or 0.0))) >= clock.max_time_s:
@@ -146,12 +153,13 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     engine, store = run.engine, run.clients
     assert isinstance(engine, BatchedEngine)
     if run.rounds is None or run.rounds.engine is not engine:
-        run.rounds = rounds_of(engine, store.w0, run.seed)
-    drawn = [Drawn(cohort.clients, cohort.contexts, cohort.attendance.receivers) for cohort in cohorts]
+        run.rounds = rounds_of(engine, store.w0, run.seed, run.fabric)
+    drawn = [Drawn(of.clients, of.contexts, of.attendance.receivers, of.shares) for of in cohorts]
     while drawn:
-        clients, contexts = ([each for of in drawn for each in getattr(of, name)] for name in ("clients", "contexts"))
-        ids, minibatches = list(dict.fromkeys(clients)), run.minibatch_table(clients, contexts)
-        table = Table({k: store.row(k) for k in ids}, store.inits, store.w0)
+        mine = [of.share(run.fabric.global_rank) for of in drawn]
+        clients, contexts = ([each for of in mine for each in getattr(of, name)] for name in ("clients", "contexts"))
+        minibatches, states = run.minibatch_table(clients, contexts), _rows(run, drawn)
+        table = Table(states, store.inits, store.w0)
         with engine.checked():
             results = [*run.rounds.train(drawn, minibatches, server, table)]
         # the only time that the rounds wait for local training
@@ -159,6 +167,27 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
         columns = torch.split(read, [len(of.numbers) for of in results])
         finite = [*takewhile(lambda numbers: float(numbers[0]) == 0, columns)]
         if len(finite) == len(results):
-            return [replace(of, numbers=numbers) for of, numbers in zip(results, finite, strict=True)], table.rows(ids)
+            rows = table.rows([k for k in states if store.owns(k)])
+            return [replace(of, numbers=numbers) for of, numbers in zip(results, finite, strict=True)], rows
         drawn = drawn[: len(finite)]  # once more, for the rows before the first round that is not finite
     return [], {}
+
+
+def _rows(run: Run, rounds: Sequence[Drawn]) -> dict[int, State | None]:
+    """Returns the states of the clients of some rounds, by id; None before first contact.
+
+    A state that another process keeps is the client's only if this process is the first to train it.
+    """
+    store = run.clients
+    rows = {k: store.row(k) for drawn in rounds for k in drawn.clients}
+    if not store.shared:
+        return rows
+    unknown = State.initial(store.inits, store.w0, store.w0)
+    met = collectives.all_gather_dict(run.fabric, {k: row is not None for k, row in rows.items() if store.owns(k)})
+    known = {k: rows[k] or unknown for k in rows if met[k]}
+    trainers = {
+        drawn.clients[p]: rank for drawn in reversed(rounds) for rank, share in enumerate(drawn.shares) for p in share
+    }
+    moves = {k: pair for k in known if (pair := (collectives.owner(k, store.processes), trainers[k]))[0] != pair[1]}
+    received = collectives.exchange(run.fabric, moves, known, store.shapes, store.w0)
+    return {k: State(received[k]) if k in received else known.get(k) for k in rows}

@@ -42,8 +42,12 @@ def from_the_host(objective: LocalObjective, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # torch refuses this one question on meta
     engine = Engine(objective.to(META), FlatNet(objective.net), nullcontext)
     table = Table(dict.fromkeys(cohort.clients), run.clients.inits, server.w)
-    rounds, minibatches = Rounds(engine, server.w, run.seed), run.minibatch_table(cohort.clients, cohort.contexts)
-    (trained,) = rounds.train([Drawn(cohort.clients, cohort.contexts, 3)], minibatches, server, table)
+    rounds, drawn = (
+        Rounds(engine, server.w, run.seed, run.fabric),
+        Drawn(cohort.clients, cohort.contexts, 3, cohort.shares),
+    )
+    minibatches = run.minibatch_table(cohort.clients, cohort.contexts)
+    (trained,) = rounds.train([drawn], minibatches, server, table)
     assert all(v.is_meta for v in trained.server.values())
     host, there = (
         {node for node in engine.stage.graph.graph.nodes if node.meta.get("device") == device}

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_lightning import Personal
+from fl_lightning.trainer import program
 from fl_lightning.trainer.runtime.collectives import assign
 from tests.runs import DIGITS, SCRIPT, assert_same, cli, ended, group, metrics, newest, process, rows, run, state
 
@@ -174,6 +175,51 @@ class Interrupted(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Seen(Callback):
+    """Notes the rounds after which it is called, and needs none; if wanted a logger ends the run with round 5."""
+
+    def __init__(self, stops: bool = False) -> None:
+        self.stops = stops
+
+    def needs_round(self, t):
+        return False
+
+    def on_fit_start(self, run):
+        log = run.loggers[0].log_metrics
+
+        def log_metrics(metrics, step=None):
+            run.should_stop |= self.stops and step == 4
+            log(metrics, step)
+
+        run.loggers[0].log_metrics = log_metrics
+
+    def on_round_logged(self, run, metrics):
+        with open(f"seen_{run.fabric.world_size}_{run.fabric.global_rank}", "a") as file:
+            print(run.rounds_done, file=file)
+
+
+class Full(SCAFFOLD):
+    """The second process once runs out of memory, in the second round of a program."""
+
+    full = False
+
+    def local_end(self, w, client, received, ctx):
+        several = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+        if several and ctx.t == 2 and not self.full:
+            self.full = True
+            raise MemoryError
+        return super().local_end(w, client, received, ctx)
+
+
+class KilledIn(SCAFFOLD):
+    """The second process is killed in the second program."""
+
+    def local_end(self, w, client, received, ctx):
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1 and ctx.t == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().local_end(w, client, received, ctx)
+
+
 class Mistaken(Callback):
     """The user's mistake, met in the first round by one process or by all."""
 
@@ -254,6 +300,73 @@ def test_two_processes(folder: Path) -> None:
     assert_metrics(there, one, 1e-5)
     assert {"server/test_late/acc", "server/test_first/Largest"} < metrics(one).keys()
     assert len((there / "client_evaluation.csv").read_text().splitlines()) == 1 + 4 * 5
+
+
+PROGRAMS = [
+    "--trainer.engine=graphed",
+    *(f"--trainer.{name}={value}" for name, value in {"max_rounds": 22, "eval_every": 10, "eval_last": 1}.items()),
+    "--trainer.callbacks+=many.Seen",
+    "--trainer.callbacks+=Checkpoints",
+    "--trainer.callbacks.every_n_rounds=7",
+]
+SHARED = [[0, 1, 2, 3, 4], [5, 1], [0, 5, 3], [1, 2, 5]]
+"""Cohorts of which each process has some, and clients that change process."""
+
+
+@pytest.mark.parametrize(
+    ("model", "cohorts", "more"),
+    [
+        ("FedSMOO", SHARED, ()),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("FedAvg", [*SHARED, [5], *SHARED], ()),
+                ("SCAFFOLD", SHARED, ["--trainer.engine=batched"]),
+                ("FedDyn", SHARED, UNEVEN),
+                ("FedSAM", SHARED, ["--trainer.faults=Faults", "--trainer.faults.drop_after=0.2"]),
+                ("many.Full", SHARED, ["--trainer.engine=batched"]),
+            )
+        ),
+        pytest.param("FedGMT", SHARED, ["--trainer.compile=true"], marks=pytest.mark.long),
+    ],
+)
+def test_programs_of_two_processes(
+    model: str, cohorts: list[list[int]], more: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trains its share of the clients of a program, to the bits of single rounds of one process."""
+    args = [*PROGRAMS, "--trainer.sampler=ReplaySampler", f"--trainer.sampler.rounds={(cohorts * 6)[:22]}", *more]
+    there = launch(2, "fit", f"--model={model}", *DIGITS, *args, cwd=folder)
+    monkeypatch.setattr(program, "TAKEN_BACK", 0)
+    one = run("fit", *args, root=folder / "one", model=model)
+    assert_same(state(there), state(one))
+    assert metrics(there).keys() == metrics(one).keys()
+    seen = [(folder / f"seen_{place}").read_text().split() for place in ("2_0", "2_1", "1_0")]
+    assert seen[0] == seen[1] and len(seen[0]) < len(seen[2]) == 22
+
+
+@pytest.mark.slow
+def test_a_logger_ends_a_program_of_two_processes(folder: Path) -> None:
+    """One round later, as in single rounds."""
+    args = [*PROGRAMS[:4], "--trainer.callbacks+=many.Seen", "--trainer.callbacks.stops=true"]
+    one = run("fit", *args, root=folder / "one", model="SCAFFOLD")
+    there = launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=folder)
+    assert_same(state(there), state(one))
+    assert int(state(there)["round"]) == 5
+    seen = [(folder / f"seen_{place}").read_text().split() for place in ("2_0", "2_1", "1_0")]
+    assert seen == [["1", "5"]] * 3
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_in_a_program(folder: Path) -> None:
+    """The other one ends, and one process goes on from the last checkpoint."""
+    args, root = [*PROGRAMS, "--trainer.engine=batched"], f"--trainer.default_root_dir={folder / 'two'}"
+    with group(2, "fit", "--model=many.KilledIn", *DIGITS, *args, *processes(2), root, cwd=folder) as children:
+        said = [child.communicate(timeout=600)[1] for child in children]
+    assert [child.returncode for child in children] == [1, -signal.SIGKILL], said
+    assert "error: process 0 has lost another one" in said[0]
+    assert int(state(newest(folder / "two"))["round"]) == 7
+    resumed = run("fit", *args, "--ckpt_path=last", root=folder / "two", model="many.KilledIn")
+    assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model="many.KilledIn")))
 
 
 @pytest.mark.slow
