@@ -109,8 +109,8 @@ def tuned(text: str) -> str:
 
 def loop_quote(text: str) -> str:
     """The page that quotes the loop."""
-    body = textwrap.dedent(inspect.getsource(loop.rounds).rpartition('"""\n')[2])
-    return between("```python\n", "```", lambda: body)(text)
+    every, one = (textwrap.dedent(inspect.getsource(of).rpartition('"""\n')[2]) for of in (loop.rounds, loop.one_round))
+    return between("```python\n", "```", lambda: f"{every}\n# one_round(run)\n{one}")(text)
 
 
 def renewals() -> dict[Path, Iterable[Renewal]]:

@@ -191,7 +191,7 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
         client: The client's id.
     """
     cohort = Cohort.of(run, [client], run.next_round)
-    jobs = Phase(Round(run, cohort), cohort).jobs()
+    jobs = Phase(Round(run, cohort), cohort).send()
     if type(objective) is not type(run.objective):
         received = State({"w": run.server.w})
         state = State.initial({**objective.client_inits(), **objective.scratch_inits()}, run.clients.w0, received.w)

@@ -56,4 +56,4 @@ def _sample(runs: Sequence[Run]) -> list[Job]:
     """Returns the jobs of this process in the first phase of the next round, of the runs that are furthest behind."""
     behind = min(run.rounds_done for run in runs)
     rounds = [Round(run, Cohort.drawn(run, behind)) for run in runs if run.rounds_done == behind]
-    return [job for each in rounds for job in Phase(each, each.cohort).jobs()]
+    return [job for each in rounds for job in Phase(each, each.cohort).send()]

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from fl_lightning.core import UserError, ensure
 from fl_lightning.engine import Job, LocalResult
 from fl_lightning.trainer import program
+from fl_lightning.trainer.callbacks import Checkpoints
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.engine_choice import choose_engine
 from fl_lightning.trainer.measurements.clients import evaluate
@@ -19,6 +20,8 @@ from fl_lightning.trainer.session import session, transaction
 
 Steps: TypeAlias = Generator[list[Job], Iterable[LocalResult], None]
 """Gives the jobs of one phase after another, and takes their results."""
+Trained: TypeAlias = tuple[Mapping[str, float], Sequence[float]]
+"""The metrics of a round that has been trained, and the training loss of each client."""
 
 
 def rounds(run: Run, alone: bool) -> Steps:
@@ -32,19 +35,25 @@ def rounds(run: Run, alone: bool) -> Steps:
         while not run.finished:
             with transaction(run):
                 trained = program.train(run) if alone else None
-                if not (is_program := trained is not None):
-                    cohort = Cohort.draw(run, run.rounds_done)
-                    round_ = Round(run, cohort, partial(run.call, "on_local_end"))
-                    run.call("on_round_start", run.round_context(cohort.t), cohort.clients)
-                    for phase in round_.phases():
-                        phase.aggregate((yield phase.jobs()))
-                    round_.apply()
-                    trained = round_.metrics(), round_.losses.tolist()
-                close(run, *trained, is_program)
+                is_program = trained is not None
+                close(run, *(trained or (yield from one_round(run))), is_program)
+
+
+def one_round(run: Run) -> Generator[list[Job], Iterable[LocalResult], Trained]:
+    """Trains a round; whoever iterates does the local training. Returns its metrics, and each client's loss."""
+    cohort = Cohort.draw(run, run.rounds_done)
+    this = Round(run, cohort, partial(run.call, "on_local_end"))
+    run.call("on_round_start", run.round_context(cohort.t), cohort.clients)
+    for phase in this.phases():
+        results = yield phase.send()
+        phase.receive(results)
+        phase.step()
+    this.apply()
+    return this.metrics(), this.losses.tolist()
 
 
 def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = (), is_program: bool = False) -> None:
-    """Ends a round: evaluates, calls the callbacks, and logs; one of the callbacks writes the checkpoint.
+    """Ends a round: evaluates, calls the callbacks, logs, and saves.
 
     Args:
         run: The run, which has taken over the result of the round.
@@ -61,7 +70,10 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = (), 
         if not evaluated:
             _evaluate(run, losses)
         run.call("on_last_round")
-    run.call("on_round_logged", run.write_metrics())
+    logged = run.write_metrics()
+    run.call("on_round_logged", logged)
+    for checkpoints in (each for each in run.callbacks if isinstance(each, Checkpoints)):
+        checkpoints.save(run, logged)
 
 
 def _evaluate(run: Run, losses: Sequence[float]) -> None:

@@ -80,7 +80,8 @@ class Round:
             UserError: If training diverges.
         """
         for phase in self.phases():
-            phase.aggregate(engine.train(phase.jobs()))
+            phase.receive(engine.train(phase.send()))
+            phase.step()
         return self
 
     def phases(self) -> Iterator[Phase]:
@@ -223,8 +224,11 @@ class Phase:
             old = self.run.state.training["sent"][self.ctx.t]
             self.sent = State({name: value.to(of.server.w) for name, value in old.items()})
 
-    def jobs(self) -> list[Job]:
-        """Returns this process's share of local training. The owners of other clients in it send their states."""
+    def send(self) -> list[Job]:
+        """Returns this process's share of local training.
+
+        The owners of other clients in it send their states.
+        """
         if not self.cohort.clients:
             return []
         run, cohort, store, like = self.run, self.cohort, self.run.clients, self.sent.w
@@ -241,15 +245,15 @@ class Phase:
         self._read_ahead(jobs)
         return jobs
 
-    def aggregate(self, results: Iterable[LocalResult]) -> None:
-        """Takes the local results one by one, and makes the server's step.
+    def receive(self, results: Iterable[LocalResult]) -> None:
+        """Takes the local results one by one.
 
         Args:
-            results: Those of `jobs`, in their order. Each is taken while the net holds that client's buffers. A client
-                on another machine that has no result is dropped.
+            results: Those of what `send` returned, in this order. Each is taken while the net holds that client's
+                buffers. A client on another machine that has no result is dropped.
 
         Raises:
-            UserError: If training diverges.
+            UserError: If a client uploads another shape than the others.
         """
         taken = [self._take(result) for result in self._clocked(results)]
         if len(taken) < len(self.cohort.shares[self.run.fabric.global_rank]):
@@ -258,8 +262,18 @@ class Phase:
         self._count(arrivals.refused)
         if self.alone:
             self.round.rows_before, self.round.rows = self.round.rows, self.round.rows | arrivals.rows()
+        else:
+            self.round.arrivals.append(arrivals)
+
+    def step(self) -> None:
+        """Makes the server's step, if it waits for no more clients; nothing travels where clients train by themselves.
+
+        Raises:
+            UserError: If training diverges.
+        """
+        if self.alone:
             return
-        self.round.arrivals.append(arrivals)
+        arrivals = self.round.arrivals[-1]
         if self.cohort.waits:
             self._keep(arrivals)
             return
@@ -274,7 +288,7 @@ class Phase:
         """Takes the local results one by one and keeps none: a dry round without the server's step.
 
         Args:
-            results: As for `aggregate`.
+            results: As for `receive`.
         """
         for result in self._clocked(results):
             self._take(result)

@@ -115,8 +115,8 @@ def test_an_interruption_in_any_hook_takes_the_round_back(
 
 def test_a_written_checkpoint_is_not_taken_back(tmp_path: Path) -> None:
     class Late(Checkpoints):
-        def on_round_logged(self, run: Run, metrics: Any) -> None:
-            super().on_round_logged(run, metrics)
+        def save(self, run: Run, metrics: Any) -> None:
+            super().save(run, metrics)
             if run.rounds_done == 4:
                 raise KeyboardInterrupt
 

@@ -65,7 +65,16 @@ class Checkpoints(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._saved, self._due = run.rounds_done, time.monotonic() + pause(0)
 
-    def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
+    def save(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Saves the run if it is due, when a round is over and all callbacks have seen it; every process calls.
+
+        Args:
+            run: The run.
+            metrics: Metrics of the round.
+
+        Raises:
+            UserError: If a checkpoint cannot be written.
+        """
         if self.monitor is not None:
             value = monitored(run, "Checkpoints", self.monitor, metrics)
             value = run.fabric.broadcast(value) if run.clients.shared else value  # all save, or none

@@ -255,8 +255,12 @@ def local_models(run: Run, clients: Sequence[int], on_result: Callable[[LocalRes
     """
     for at in range(0, len(clients), at_once):
         for phase in _next_round(run, clients[at : at + at_once], on_result).phases():
-            results = run.engine.train(phase.jobs())
-            phase.observe(results) if phase.last else phase.aggregate(results)
+            results = run.engine.train(phase.send())
+            if phase.last:
+                phase.observe(results)
+            else:
+                phase.receive(results)
+                phase.step()
 
 
 def _next_round(

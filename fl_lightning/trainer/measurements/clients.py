@@ -255,7 +255,7 @@ def _adapted(run: Run, clients: Sequence[int], of: ClientData, at_once: int, epo
     for at in range(0, len(clients), at_once):
         cohort = Cohort.of(run, clients[at : at + at_once], run.next_round).alone(run, epochs)
         phase = Phase(Round(run, cohort, partial(_add, run, mine, of)), cohort)
-        phase.observe(run.engine.train(phase.jobs()))
+        phase.observe(run.engine.train(phase.send()))
     return collectives.all_gather_dict(run.fabric, mine)
 
 
