@@ -15,7 +15,7 @@ from fl_lightning.engine.rounds import Drawn, Table, Trained
 from fl_lightning.trainer.aggregation.base import Mean
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers.base import TAKEN_BACK
-from fl_lightning.trainer.round import Clock, divergences
+from fl_lightning.trainer.round import Stopwatch, divergences
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -73,7 +73,7 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
     Returns:
         Metrics of the last round, and the training loss of each client; None: it has trained nothing.
     """
-    clock, before = Clock(), run.server
+    watch, before = Stopwatch(), run.server
     cohorts = _cohorts(run, length(run))
     try:
         trained, rows = _train(run, before, cohorts) if cohorts else ([], {})
@@ -100,7 +100,7 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
             **{f"client/{kind}": len(clients) for kind, clients in failed.items()},
             **divergences(run),
             **(run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}),
-            **clock.spent(run, cohort, done.bits, steps, passes, training_s, rounds=len(trained)),
+            **watch.spent(run, cohort, done.bits, steps, passes, training_s, rounds=len(trained)),
         }
         if i == last:
             break

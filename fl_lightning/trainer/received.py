@@ -1,6 +1,7 @@
 """The uploads that arrive in a phase: which are accepted, their averages, what their clients keep, what diverges."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -138,6 +139,42 @@ def average(arrivals: Sequence[Arrivals], server: State, known: Mapping[str, Ten
         rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, refused))
     collectives.reduce(run.fabric, uploads, rule.shapes(shapes, known), like, run.settings.deterministic)
     return uploads
+
+
+def total_over(
+    run: Run, w: Tensor, clients: Iterable[int], rows: Mapping[int, State], function: Callable[[State], Tensor]
+) -> Tensor:
+    """Returns the sum of a function of the clients' states; every process calls.
+
+    Args:
+        run: The run.
+        w: The server's model, ``(d,)``.
+        clients: Their ids.
+        rows: The states of some of them, if newer than what is stored, by id.
+        function: The function, to a vector or a scalar ``(1,)``.
+    """
+    store, known = run.clients, State({"w": w})
+
+    def value(client: State) -> Tensor:
+        return function(run.objective.seen_state(w, client, known)[0])
+
+    mine = ((k, value(store.get(k, w, {}, rows.get(k)))) for k in sorted(clients) if store.owns(k))
+    zero = torch.zeros_like(value(State.initial(store.inits, store.w0, w)))
+    return collectives.sum_of(run.fabric, mine, zero)
+
+
+def surveyed(run: Run, w: Tensor, after: State, rows: Mapping[int, State], ctx: RoundContext) -> State:
+    """Returns the server's state after its survey of all clients ever seen; every process calls.
+
+    Args:
+        run: The run.
+        w: The server's model before its step, ``(d,)``.
+        after: Its state after the step.
+        rows: The clients' states that are newer than what is stored, by id.
+        ctx: The context of the step.
+    """
+    total = partial(total_over, run, w, {*run.clients.seen, *rows}, rows)
+    return run.objective.survey(after, total, ctx)
 
 
 def check_finite(run: Run, server: State, t: int) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from fl_lightning.core import DivergenceError, Logs, RoundContext, State, Watched, wait_for
+from fl_lightning.core import DivergenceError, Logs, State, Watched, wait_for
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.participation import Attendance
 from fl_lightning.trainer.participation.faults import LINES, failure_lines
-from fl_lightning.trainer.received import Arrivals, average, check_finite, diverged
-from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer.received import Arrivals, average, check_finite, diverged, surveyed, total_over
+from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.session import before_the_round
 
 
 class Round:
@@ -65,7 +63,7 @@ class Round:
         self.attended, self.arrivals = list[Attendance](), list[Arrivals]()
         self.bits = self.steps = self.passes = 0
         self.training_s = 0.0
-        self._clock, self._callback_s = Clock(), run.callback_s
+        self._clock, self._callback_s = Stopwatch(), run.callback_s
 
     def train(self, engine: Engine) -> Round:
         """Runs all phases.
@@ -144,7 +142,7 @@ def divergences(run: Run, one_more: bool = False) -> dict[str, float]:
     return {"client/diverged": count} if run.settings.on_divergence == "continue" else {}
 
 
-class Clock:
+class Stopwatch:
     """Measures the time of rounds, from when it is made."""
 
     def __init__(self) -> None:
@@ -169,9 +167,9 @@ class Clock:
             bits: Bits that went over the wire.
             steps: Local steps.
             passes: Their forward and backward passes.
-            training_s: Seconds of local training of all rounds since the clock was made.
+            training_s: Seconds of local training of all rounds since it was made.
             callback_s: Seconds of callbacks, which do not count.
-            rounds: Rounds since the clock was made, which share its time.
+            rounds: Rounds since it was made, which share its time.
         """
         wait_for(run.fabric.device)
         seconds = (time.perf_counter() - self._started - callback_s) / rounds
@@ -397,63 +395,3 @@ class Phase:
             run.data.read_ahead([*(job.minibatches.indices for job in jobs), *(each.indices for each in upcoming)])
         if rows and cohort is not None:
             run.clients.read_ahead([k for k in cohort.clients if run.clients.owns(k)])
-
-
-def total_over(
-    run: Run, w: Tensor, clients: Iterable[int], rows: Mapping[int, State], function: Callable[[State], Tensor]
-) -> Tensor:
-    """Returns the sum of a function of the clients' states; every process calls.
-
-    Args:
-        run: The run.
-        w: The server's model, ``(d,)``.
-        clients: Their ids.
-        rows: The states of some of them, if newer than what is stored, by id.
-        function: The function, to a vector or a scalar ``(1,)``.
-    """
-    store, known = run.clients, State({"w": w})
-
-    def value(client: State) -> Tensor:
-        return function(run.objective.seen_state(w, client, known)[0])
-
-    mine = ((k, value(store.get(k, w, {}, rows.get(k)))) for k in sorted(clients) if store.owns(k))
-    zero = torch.zeros_like(value(State.initial(store.inits, store.w0, w)))
-    return collectives.sum_of(run.fabric, mine, zero)
-
-
-def surveyed(run: Run, w: Tensor, after: State, rows: Mapping[int, State], ctx: RoundContext) -> State:
-    """Returns the server's state after its survey of all clients ever seen; every process calls.
-
-    Args:
-        run: The run.
-        w: The server's model before its step, ``(d,)``.
-        after: Its state after the step.
-        rows: The clients' states that are newer than what is stored, by id.
-        ctx: The context of the step.
-    """
-    total = partial(total_over, run, w, {*run.clients.seen, *rows}, rows)
-    return run.objective.survey(after, total, ctx)
-
-
-def replay(run: Run, callback: Callback) -> None:
-    """Shows a callback the last round again, for one that has not measured it; every process calls.
-
-    The callback returns to its state before the round, and gets the hooks of the round. The cohort trains once more, to
-    the same models; the run stays as it is. If a program has ended with the round, its other rounds are shown before.
-    """
-    t, (_, states) = run.rounds_done - 1, run.before
-    if state := states[run.callbacks.index(callback)]:
-        callback.load_state_dict(state)
-    with before_the_round(run):
-        if run.kind == "centralized":
-            callback.on_round_start(run, run.round_context(t), [])
-        else:
-            for now in range(run.rounds_done, t + 1):
-                run.should_stop = now == t
-                again = Round(run, Cohort.draw(run, now), partial(callback.on_local_end, run))
-                callback.on_round_start(run, run.round_context(now), again.cohort.clients)
-                again.train(run.engine)
-                if now < t:
-                    again.apply()
-                    callback.on_round_end(run)
-    callback.on_round_end(run)

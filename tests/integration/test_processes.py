@@ -18,10 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_lightning import Personal
+from fl_lightning import Personal, algorithms
 from fl_lightning.trainer import program
 from fl_lightning.trainer.runtime.collectives import assign
 from tests.runs import DIGITS, SCRIPT, assert_same, cli, ended, group, metrics, newest, process, rows, run, state
+from tests.trainer.test_program import ONE_BY_ONE
 
 STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=7)
 
@@ -327,7 +328,17 @@ SHARED = [[0, 1, 2, 3, 4], [5, 1], [0, 5, 3], [1, 2, 5]]
                 ("many.Full", SHARED, ["--trainer.engine=batched"]),
             )
         ),
-        pytest.param("FedGMT", SHARED, ["--trainer.compile=true"], marks=pytest.mark.long),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("FedGMT", SHARED, ["--trainer.compile=true"]),
+                ("FedAvg", SHARED, ["--model.parts=[{class_path: Compress, init_args: {quantize: 8}}]"]),
+                ("FedSAM", SHARED, ["--model.parts=[{class_path: Personal, init_args: {names: ['2.*']}}]"]),
+                ("FedSAM", SHARED, ["--model.averaging=SWA", "--trainer.clock=Clock"]),
+                ("FedDyn", SHARED, ["--data.val_fraction=0.2", "--trainer.precision=64-true"]),
+                *((name, SHARED, ()) for name in algorithms.__all__ if name not in ONE_BY_ONE),
+            )
+        ),
     ],
 )
 def test_programs_of_two_processes(

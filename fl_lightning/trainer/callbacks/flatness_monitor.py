@@ -14,6 +14,7 @@ from fl_lightning.core import Figure, PositiveInt, RoundContext, earlier, json_t
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results.metrics import MEASUREMENTS
+from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers import RunLogger
 from fl_lightning.trainer.measurements import (
     Measure,
@@ -23,8 +24,9 @@ from fl_lightning.trainer.measurements import (
     check_measures,
     default_measures,
 )
-from fl_lightning.trainer.round import replay
+from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Callback, Run
+from fl_lightning.trainer.session import before_the_round
 from fl_lightning.trainer.storage import records
 
 
@@ -148,6 +150,30 @@ class FlatnessMonitor(Callback):
         for measure, of in zip(self.metrics, known if len(known) == len(self.metrics) else repeat({}), strict=False):
             measure.load_state_dict(of)
         self._started = time.perf_counter() - state.get("elapsed", 0.0)
+
+
+def replay(run: Run, callback: Callback) -> None:
+    """Shows a callback the last round again, for one that has not measured it; every process calls.
+
+    The callback returns to its state before the round, and gets the hooks of the round. The cohort trains once more, to
+    the same models; the run stays as it is. If a program has ended with the round, its other rounds are shown before.
+    """
+    t, (_, states) = run.rounds_done - 1, run.before
+    if state := states[run.callbacks.index(callback)]:
+        callback.load_state_dict(state)
+    with before_the_round(run):
+        if run.kind == "centralized":
+            callback.on_round_start(run, run.round_context(t), [])
+        else:
+            for now in range(run.rounds_done, t + 1):
+                run.should_stop = now == t
+                again = Round(run, Cohort.draw(run, now), partial(callback.on_local_end, run))
+                callback.on_round_start(run, run.round_context(now), again.cohort.clients)
+                again.train(run.engine)
+                if now < t:
+                    again.apply()
+                    callback.on_round_end(run)
+    callback.on_round_end(run)
 
 
 def numbered(measurements: Sequence[Measurement]) -> list[Measurement]:
