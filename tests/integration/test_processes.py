@@ -332,9 +332,13 @@ SHARED = [[0, 1, 2, 3, 4], [5, 1], [0, 5, 3], [1, 2, 5]]
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("FedGMT", SHARED, ["--trainer.compile=true"]),
-                ("FedAvg", SHARED, ["--model.parts=[{class_path: Compress, init_args: {quantize: 8}}]"]),
-                ("FedSAM", SHARED, ["--model.parts=[{class_path: Personal, init_args: {names: ['2.*']}}]"]),
-                ("FedSAM", SHARED, ["--model.averaging=SWA", "--trainer.clock=Clock"]),
+                ("FedAvg", SHARED, ["--model.parts=[{class_path: Compress, init_args: {rate: 0.2}}]"]),
+                ("FedSAM", SHARED, ["--model.parts=[Personal]"]),
+                (
+                    "FedSAM",
+                    SHARED,
+                    ["--model.averaging=SWA", "--trainer.clock=Clock", "--trainer.clock.sec_per_sample=0.01"],
+                ),
                 ("FedDyn", SHARED, ["--data.val_fraction=0.2", "--trainer.precision=64-true"]),
                 *((name, SHARED, ()) for name in algorithms.__all__ if name not in ONE_BY_ONE),
             )
