@@ -22,10 +22,10 @@ FEW = 4
 SHOWN = ("mean", "target_round")
 """Statistics that the page has beside the suite's measures; `compare` has all."""
 LEGEND = (
-    "*Seeds* are those in the means; seeds that have *collapsed*, as the suite says it, are named and enter no "
-    "mean. A method is *self-reported* until another process has trained one of its rows again to the bit (of a "
-    "long one, its first rounds), then *checked*, and *verified* if its program was also held against its "
-    "authors'; the numbers count such rows among all. Differences are means over the common seeds, with 95 % "
+    "*Seeds* is the number of those in the means; seeds that have *collapsed*, as the suite says it, are named and "
+    "enter no mean. A method is *self-reported* until another process has trained one of its rows again to the bit (of "
+    "a long one, its first rounds), then *checked*, and *verified* if its program was also held against its "
+    "authors'; the number behind it counts such rows. Differences are means over the common seeds, with 95 % "
     "intervals by Student's t; the best value is bold if that to the next best leaves out 0, or with one seed. "
     "`fl-lightning compare` of the rows has further columns."
 )
@@ -92,7 +92,7 @@ def _section(
     left = [group for group, _ in found if group.runs]
     measured = [c for c in columns(groups) if c.against is None and c.of in (*SHOWN, *suite.measures)]
     shown = [*measured, *differences(measured, found[reference][0], groups[reference].name)]
-    table = [["method", "seeds", "collapsed", "label", *(column.head for column in shown)]]
+    table = [["method", "seeds", *(column.head for column in shown)]]
     numbers = list[dict[str, Any]]()
     for whole, (group, lost) in zip(groups, found, strict=True):
         numbers += (
@@ -107,7 +107,9 @@ def _section(
         )
         label = _label([each["equal"] for each in numbers[-len(whole.runs) :]], group.name in verified)
         cells = (cell(group, column, left, Markup(best="**{}**")) for column in shown)
-        table.append([group.name, str(len(group.runs)), f"seed {', '.join(lost)}" * bool(lost), label, *cells])
+        table.append(
+            [group.name, f"{len(group.runs)}, {label}" + f"; collapsed: {', '.join(lost)}" * bool(lost), *cells]
+        )
     starts: list[dict[str, Any]] = [start for of in groups for row in of.folders for start in about(row)["starts"]]
     commits, cpus = (
         sorted({(start["commit"] or "unknown")[:7] + " with changes" * start["changed"] for start in starts}),
@@ -137,4 +139,4 @@ def _label(found: Sequence[bool | None], is_verified: bool) -> str:
     if wrong:
         return f"{wrong} wrong"
     label = "verified" if is_verified else "checked"
-    return f"{label}, {same} of {len(found)}" if same else "self-reported"
+    return f"{label} {same}" if same else "self-reported"
