@@ -6,7 +6,7 @@ on first use, so ``import fl_lightning`` is quick.
 
 from fl_lightning.core.lazy import lazy
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __getattr__, __all__ = lazy(__name__, __file__)
 
