@@ -154,7 +154,10 @@ def compare(
     if reference is not None and target is None:
         reached = of_run(groups, reference).values("mean")
         ensure(bool(reached), f"reference = {reference}: its {metric} is not finite; give a target")
-        return compare(runs, fmean(reached), last, metric, mode=mode, names=names)
+        groups = [
+            replace(group, runs=[summarise(folder, last, fmean(reached), metric, mode) for folder in group.folders])
+            for group in groups
+        ]
     for folder, each in ((folder, run) for row in groups for folder, run in zip(row.folders, row.runs, strict=True)):
         if not _ended(folder):
             asked = settings_of(folder)["trainer.max_rounds"]
