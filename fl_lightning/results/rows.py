@@ -167,9 +167,8 @@ class Store:
     def remove(self, name: str) -> None:
         """Removes a row; `write` writes the others."""
         at = [line["row"] for line in self.lines].index(name)
-        streams, configs = [*self._streams], [self.config(line) for line in self.lines]
-        del self.lines[at], streams[at + 1], configs[at]
-        self._streams = streams
+        configs = [self.config(line) for line in self.lines]
+        del self._streams[at + 1], self.lines[at], configs[at]  # the streams are read by all lines, so they come first
         for k, (line, config) in enumerate(zip(self.lines, configs, strict=True)):
             line["config"] = changes(configs[0] if k else None, config)
 
