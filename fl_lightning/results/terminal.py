@@ -169,7 +169,7 @@ def write_new(folder: str, files: Mapping[str, str]) -> None:
             nothing is written then.
     """
     target = make_folder(folder, "folder")
-    there = sorted(path.name for path in target.iterdir() if not path.name.startswith((".", "__")))
+    there = sorted(path.name for path in target.iterdir() if path.name[0] != "." and path.name != "__pycache__")
     ensure(not there, f"folder = {folder}: not empty, it has {', '.join(there[:3])}; choose a new folder")
     for name, text in files.items():
         write_atomically(target / name, text)
