@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from torch import Tensor
 from torchvision.models import _api
 
 from fl_lightning import CIFAR10, CIFAR100, Digits, DigitsMLP, FederatedTrainer, FedSAM
@@ -102,6 +103,15 @@ def test_seconds_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Step(1.0, 0).run(trainer, model, data, 5) == pytest.approx(2 * 30 * 5 * 7 * 20 + evaluated / 3)
     measured = Step.measure(trainer, model, data)
     assert measured.seconds > 0 and not any(p.grad is not None for p in model.net.parameters())
+    assert Step.measure(trainer, FedSAM(TwoHeads()), data).seconds > 0
+
+
+class TwoHeads(DigitsMLP):
+    """Returns several logits in training, as BiSeNetV2 does."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return logits, logits
 
 
 def test_declared_numbers_need_no_run(

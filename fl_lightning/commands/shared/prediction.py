@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
@@ -276,8 +277,9 @@ class Step(NamedTuple):
                 begin = time.perf_counter()
                 with fabric.autocast():
                     out = net(x)
-                out.float().mean().backward()
-                out.sum().item()  # waits for the device
+                heads = out if isinstance(out, tuple) else (out,)  # BiSeNetV2 has several in training
+                torch.stack([head.float().mean() for head in heads]).sum().backward()
+                heads[0].sum().item()  # waits for the device
                 seconds = time.perf_counter() - begin
         return cls(seconds / n, peak_memory())
 
