@@ -278,7 +278,7 @@ class Step(NamedTuple):
                 with fabric.autocast():
                     out = net(x)
                 heads = out if isinstance(out, tuple) else (out,)  # BiSeNetV2 has several in training
-                torch.stack([head.float().mean() for head in heads]).sum().backward()
+                torch.autograd.backward([head.float().mean() for head in heads])
                 heads[0].sum().item()  # waits for the device
                 seconds = time.perf_counter() - begin
         return cls(seconds / n, peak_memory())
