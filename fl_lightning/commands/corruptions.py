@@ -76,8 +76,7 @@ def run(
         number = number_of(home, "corruptions.csv")
         write_table(home / f"corruptions{number}.csv", Accuracy._fields, rows)
         label = restored.name if restored.checkpoint is None else labels_of([restored.checkpoint])[0]
-        drawn = {"corruptions": lambda: plot_corruptions({label: rows})}
-        save_figures(restored, home, drawn, number, "")
+        save_figures(restored, home, {"corruptions": lambda: plot_corruptions({label: rows})}, number, "")
         for name, value in means(rows).items():
             say(f"{name} {value:.4f}")
         say(f"results: {home / f'corruptions{number}.csv'}")

@@ -161,8 +161,7 @@ class Measured:
             },
         }
         for name, callback in by_key(trainer.callbacks).items():  # Checkpoints is the last one
-            seconds = clock.mean(name)
-            each = seconds / (world if isinstance(callback, FlatnessMonitor) else 1)
+            each = clock.mean(name) / (world if isinstance(callback, FlatnessMonitor) else 1)
             every = getattr(callback, "every_n_rounds", 1)
             if every is None:
                 every = math.ceil(pause(each) * rounds / sum(times * one for times, one in parts.values()))
