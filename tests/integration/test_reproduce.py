@@ -184,6 +184,7 @@ def test_flatness_and_centralized_cells(
         (["--trainer.max_rounds=7"], "trainer.max_rounds = 7: the table sets it; give --rounds"),
         (["--trainer.seed=7"], "trainer.seed = 7: the table sets it; give --seeds"),
         (["--seeds=0,0"], "seeds = 0,0: give different numbers, such as 0,1,2"),
+        (["--seeds=0,00"], "seeds = 0,00: give different numbers, such as 0,1,2"),
         (["--rounds=2"], "rounds = 2.0: give a fraction of the paper's rounds"),
         (["--points=2"], "points = 2: give a whole number from 3 to 10,000"),
         (["--data.num_client=7"], "data.num_client = 7: no such setting"),
