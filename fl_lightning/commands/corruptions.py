@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from fl_lightning import FederatedTrainer, LocalObjective
-from fl_lightning.commands.shared.landscapes import number_of, save_figures
+from fl_lightning.commands.shared.landscapes import labels_of, number_of, save_figures
 from fl_lightning.core import grouped, make_folder
 from fl_lightning.data import Batch, FederatedDataModule, corrupted_cifar
 from fl_lightning.results import CLEAN, Accuracy, average, plot_corruptions, say, write_table
@@ -75,8 +75,8 @@ def run(
     if trainer.fabric.is_global_zero:
         number = number_of(home, "corruptions.csv")
         write_table(home / f"corruptions{number}.csv", Accuracy._fields, rows)
-        drawn = {"corruptions": lambda: plot_corruptions({home.resolve().parent.name: rows})}
-        save_figures(restored, home, drawn, number, "")
+        label = restored.name if restored.checkpoint is None else labels_of([restored.checkpoint])[0]
+        save_figures(restored, home, {"corruptions": lambda: plot_corruptions({label: rows})}, number, "")
         for name, value in means(rows).items():
             say(f"{name} {value:.4f}")
         say(f"results: {home / f'corruptions{number}.csv'}")

@@ -34,8 +34,9 @@ def run(ckpt: str, out: str, /, client: int | None = None) -> None:
         not target.is_file() or _is_export(target),
         f"out = {out}: a file that no export has written; give the path of a new file",
     )
+    given = Path(ckpt)
     ensure(
-        client is None or not is_private(config_of(Path(ckpt).parent.parent)),
+        client is None or not is_private(config_of(given if given.is_dir() else given.parent.parent)),
         f"client = {client}: a client's own model is not private, and this run is one under trainer.privacy; leave "
         "it out, or take it from fl_lightning.load_net, which writes no file",
     )

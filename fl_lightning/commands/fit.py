@@ -1,7 +1,6 @@
 """``fl-lightning fit``: one run, or a grid of them."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 from fl_lightning.commands.shared import FederatedCLI, seeds_of, to_continue, trials, without
@@ -40,8 +39,8 @@ def run(
     ]
     for trial in asked:
         trials.check(trial)
-    root = Path(made.trainer.default_root_dir)
-    trials.show(list(run_trials(asked, root, trials.build, resume=ckpt_path == "last", check=trials.check)))
+    root, resume = made.trainer.default_root_dir, ckpt_path == "last"
+    trials.show(list(run_trials(asked, root, trials.build, resume=resume, check=trials.check)))
 
 
 def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:

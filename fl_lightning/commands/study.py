@@ -60,6 +60,7 @@ def run(
             printed. For extract and run: the folder; null: in runs.
     """
     new = _beyond(paths, Path(beyond)) if beyond and action in ("check", "page") else None
+    chosen = methods.split(",") if methods else None
     if out is not None:
         check_folder(Path(out) if action in ("extract", "run") else Path(out).parent)
     if action == "run":
@@ -69,7 +70,7 @@ def run(
         for place in map(Path, paths):
             folder = Path(out or "runs/studies").resolve() / place.resolve().name
             study = Study.read(place, folder, Path(into or place), trials.build, trials.check)
-            for row in study.run(methods.split(",") if methods else None):
+            for row in study.run(chosen):
                 say(f"added: {row}")
     elif action == "add":
         _add(paths, Path(into or "ledger/mine"))
@@ -94,8 +95,7 @@ def run(
     elif action == "page":
         from fl_lightning.studies.page import page
 
-        shown = methods.split(",") if methods else None
-        head, sections, numbers = page(paths, shown if new is None else [*new.values()])
+        head, sections, numbers = page(paths, chosen if new is None else [*new.values()])
         text = [head]
         for name, table, figure in sections:
             several = len(sections) > 1

@@ -54,17 +54,14 @@ class BiSeNetV2(Checked, nn.Module, key="model.net"):
             elif isinstance(module, Expansion):
                 nn.init.zeros_(module.get_parameter("conv2.1.weight"))  # a layer starts as its shortcut
         if pretrained is not None:
-            self._load(pretrained)
-
-    def _load(self, path: str) -> None:
-        key, parts = "model.net.pretrained", dict(self.named_children())
-        found = weights.read(path, key)
-        ensure(
-            isinstance(found, dict) and bool(found) and found.keys() <= parts.keys(),
-            f"{key} = {path}: no weights of a backbone by part; the parts are {', '.join(parts)}",
-        )
-        for name, state in found.items():
-            weights.load(parts[name], state, key)
+            key, parts = "model.net.pretrained", dict(self.named_children())
+            found = weights.read(pretrained, key)
+            ensure(
+                isinstance(found, dict) and bool(found) and found.keys() <= parts.keys(),
+                f"{key} = {pretrained}: no weights of a backbone by part; the parts are {', '.join(parts)}",
+            )
+            for name, state in found.items():
+                weights.load(parts[name], state, key)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Returns logits ``(N, num_classes, H, W)`` of images ``(N, 3, H, W)``; with auxiliary ones in training."""

@@ -168,12 +168,6 @@ def group_norm(groups: int, channels: int) -> Norm:
     return partial(nn.GroupNorm, groups)
 
 
-def _cifar_stem() -> nn.Conv2d:
-    stem = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's
-    return stem
-
-
 class _TorchvisionNet(Checked, nn.Module, key="model.net"):
     """A net of torchvision, as ``net``."""
 
@@ -186,11 +180,15 @@ class _TorchvisionNet(Checked, nn.Module, key="model.net"):
         return self.net(x)
 
 
-def _resnet(blocks: list[int], num_classes: int, norm: Norm) -> nn.Module:
-    """Returns torchvision's ResNet of basic blocks."""
+def _resnet(blocks: list[int], num_classes: int, norm: Norm, stem: str) -> nn.Module:
+    """Returns torchvision's ResNet of basic blocks, with its own stem or that for CIFAR, of stride 1."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
-    return ResNet(BasicBlock, blocks, num_classes, norm_layer=norm)
+    net = ResNet(BasicBlock, blocks, num_classes, norm_layer=norm)
+    if stem == "cifar":
+        net.conv1, net.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+        nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's
+    return net
 
 
 class ResNet18GN(_TorchvisionNet):
@@ -209,9 +207,7 @@ class ResNet18GN(_TorchvisionNet):
     """
 
     def __init__(self, num_classes: Size = 10, groups: int = 2, stem: Literal["cifar", "imagenet"] = "cifar") -> None:
-        super().__init__(_resnet([2, 2, 2, 2], num_classes, group_norm(groups, 64)))
-        if stem == "cifar":
-            self.net.conv1, self.net.maxpool = _cifar_stem(), nn.Identity()
+        super().__init__(_resnet([2, 2, 2, 2], num_classes, group_norm(groups, 64), stem))
 
 
 class ResNet18NoNorm(_TorchvisionNet):
@@ -224,8 +220,7 @@ class ResNet18NoNorm(_TorchvisionNet):
     """
 
     def __init__(self, num_classes: Size = 100) -> None:
-        super().__init__(_resnet([2, 2, 2, 2], num_classes, nn.Identity))
-        self.net.conv1, self.net.maxpool = _cifar_stem(), nn.Identity()
+        super().__init__(_resnet([2, 2, 2, 2], num_classes, nn.Identity, "cifar"))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 module.reset_parameters()
@@ -246,7 +241,7 @@ class ResNet8GN(_TorchvisionNet):
     """
 
     def __init__(self, num_classes: Size = 100, groups: int = 2) -> None:
-        super().__init__(_resnet([1, 1, 1, 1], num_classes, group_norm(groups, 64)))
+        super().__init__(_resnet([1, 1, 1, 1], num_classes, group_norm(groups, 64), "imagenet"))
         self.net.layer4, self.net.fc = nn.Identity(), nn.Linear(256, num_classes)
 
 

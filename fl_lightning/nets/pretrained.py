@@ -138,8 +138,7 @@ class Frozen(Checked, nn.Module, key="model.net"):
         load_pretrained(net, weights, names)
         self.net = net
         net.requires_grad_(False)
-        named = net.named_parameters(remove_duplicate=False)  # a shared parameter has several names
-        for name, parameter in named:
+        for name, parameter in net.named_parameters(remove_duplicate=False):  # a shared one has several names
             if _below(name, names):
                 parameter.requires_grad_()
         self._constant = [*_frozen_modules(net), *_early_norms(net, names)]
@@ -259,11 +258,10 @@ def _check_targets(net: nn.Module, targets: Sequence[str]) -> None:
         found = [name for name in modules if f".{name}".endswith(f".{target}")]
         require(len(found) > 0, "model.net.targets", target, f"no layer of that name in {type(net).__name__}")
         for module in (modules[each] for name in found for each in (name, name.rpartition(".")[0])):
-            kind = type(module).__name__
             ensure(
                 not isinstance(module, FUSED),
-                f"model.net.targets = {target}: {kind} does not call its layers, so that adapters would have no "
-                "effect; choose others, or a net of plain linear layers, such as TextTransformer",
+                f"model.net.targets = {target}: {type(module).__name__} does not call its layers, so that adapters "
+                "would have no effect; choose others, or a net of plain linear layers, such as TextTransformer",
             )
 
 

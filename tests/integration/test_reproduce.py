@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from torch import Tensor
 from torchvision.models import _api
 
 from fl_lightning import CIFAR10, CIFAR100, Digits, DigitsMLP, FederatedTrainer, FedSAM
@@ -102,6 +103,15 @@ def test_seconds_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Step(1.0, 0).run(trainer, model, data, 5) == pytest.approx(2 * 30 * 5 * 7 * 20 + evaluated / 3)
     measured = Step.measure(trainer, model, data)
     assert measured.seconds > 0 and not any(p.grad is not None for p in model.net.parameters())
+    assert Step.measure(trainer, FedSAM(TwoHeads()), data).seconds > 0
+
+
+class TwoHeads(DigitsMLP):
+    """Returns several logits in training, as BiSeNetV2 does."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return logits, logits
 
 
 def test_declared_numbers_need_no_run(
@@ -174,6 +184,7 @@ def test_flatness_and_centralized_cells(
         (["--trainer.max_rounds=7"], "trainer.max_rounds = 7: the table sets it; give --rounds"),
         (["--trainer.seed=7"], "trainer.seed = 7: the table sets it; give --seeds"),
         (["--seeds=0,0"], "seeds = 0,0: give different numbers, such as 0,1,2"),
+        (["--seeds=0,00"], "seeds = 0,00: give different numbers, such as 0,1,2"),
         (["--rounds=2"], "rounds = 2.0: give a fraction of the paper's rounds"),
         (["--points=2"], "points = 2: give a whole number from 3 to 10,000"),
         (["--data.num_client=7"], "data.num_client = 7: no such setting"),

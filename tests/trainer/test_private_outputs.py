@@ -164,6 +164,7 @@ def test_private_runs_leave_no_more(tmp_path: Path) -> None:
         add,
         report,
         ("export", str(folder / "checkpoints/last.ckpt"), str(tmp_path / "net.pt"), "--client=0"),
+        ("export", str(folder), str(tmp_path / "net.pt"), "--client=0"),
     ):
         with pytest.raises(SystemExit, match=r"error: [^\n]*under trainer.privacy"):
             cli(*command)

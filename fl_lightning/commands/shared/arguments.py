@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from fl_lightning.commands.shared.index import PARTS, fitting_classes, unknown_class
+from fl_lightning.commands.shared.index import PARTS, first_of, fitting_classes, unknown_class
 from fl_lightning.core import UserError, ensure, require
 from fl_lightning.results import ONLY_PYTHON, NoValueError, load_yaml, only_python, read_config
 from fl_lightning.trainer import RunFolder
@@ -88,7 +88,7 @@ def seeds_of(listed: str) -> list[int]:
         UserError: If they are not different numbers.
     """
     found = listed.split(",")
-    good = all(text.isdecimal() for text in found) and len(set(found)) == len(found)
+    good = all(text.isdecimal() for text in found) and len({*map(int, found)}) == len(found)
     require(good, "seeds", listed, "give different numbers, such as 0,1,2")
     return [int(text) for text in found]
 
@@ -165,8 +165,7 @@ def whole_numbers(args: list[str], message: str) -> list[str]:
 
 def _option(arg: str) -> str:
     """Returns the first part of an option's name, such as trainer of ``--trainer.seed=1``; "" for a value."""
-    match = re.match(r"--?(\w+)", arg)
-    return match[1] if match else ""
+    return first_of(r"\A--?(\w+)", arg)
 
 
 def _with_config_of_run(args: list[str]) -> list[str]:
@@ -297,8 +296,7 @@ def find_config(name: str, key: str = "config") -> Path:
     Raises:
         UserError: If there is neither.
     """
-    checkpoint = key == "config" and name.endswith(".ckpt")
-    ensure(not checkpoint, f"{key} = {name}: a checkpoint; give it as --ckpt_path")
+    ensure(key != "config" or not name.endswith(".ckpt"), f"{key} = {name}: a checkpoint; give it as --ckpt_path")
     if Path(name).is_file():
         return Path(name)
     # a path of a clone works from an installed wheel, too

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -41,7 +41,7 @@ def to_continue(
     run's.
 
     Args:
-        trainer: The trainer, with its resolved config; its processes are launched for ``auto``.
+        trainer: The trainer, with its resolved config, within its environment.
         model: The local objective.
         data: The data.
         ckpt_path: As given. With ``auto`` it is that of the newest run of this name with the same settings, but for
@@ -53,7 +53,6 @@ def to_continue(
     """
     name = trainer.run_name(model, data, kind)
     if ckpt_path == "auto":
-        trainer.launch()
         # on a shared disk the processes may see different files
         found = on_rank_zero(trainer.fabric, lambda: _of_same_config(trainer, trainer.default_root_dir / name))
         if found is None:
@@ -186,8 +185,9 @@ class FederatedCLI(Command, LightningCLI):
         parser = FederatedParser(
             prog=f"fl-lightning {self.command}", description=self.summary, dump_header=["fl_lightning"], **kwargs
         )
-        text = "A YAML file with any of these settings; later ones win."
-        parser.add_argument("-c", "--config", action=_Config, help=text)
+        parser.add_argument(
+            "-c", "--config", action=_Config, help="A YAML file with any of these settings; later ones win."
+        )
         return parser
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -281,17 +281,15 @@ class FederatedCLI(Command, LightningCLI):
     def run(self) -> None:
         """Runs the subcommand."""
         made = self.config if "cli" in self.parameters else self.build()
-        given: dict[str, Any] = {}
         if self.command == "fit":
             self._say_what_is_kept(made.model.as_dict())
-        with made.trainer.environment() if "trainer" in self.parameters else nullcontext():
-            if "trainer" in self.parameters:
-                asked, central = made.get("ckpt_path"), self.command == "centralized"
-                require(central or asked != "auto", "ckpt_path", asked, "give a checkpoint, last or best")
-                given["ckpt_path"] = to_continue(
-                    made.trainer, made.model, made.data, asked, "centralized" if central else "federated"
-                )
-            self.call(made, **given)
+        if "trainer" not in self.parameters:
+            return self.call(made)
+        kind: Kind = "centralized" if self.command == "centralized" else "federated"
+        asked = made.get("ckpt_path")
+        with made.trainer.environment():
+            require(kind == "centralized" or asked != "auto", "ckpt_path", asked, "give a checkpoint, last or best")
+            self.call(made, ckpt_path=to_continue(made.trainer, made.model, made.data, asked, kind))
 
     @rank_zero_only
     def _say_what_is_kept(self, now: Mapping[str, Any]) -> None:

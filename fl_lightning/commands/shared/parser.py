@@ -129,8 +129,9 @@ class Command:
             f"{arg}=true" if arg in spelled and not isinstance(_load(after), bool) else arg
             for arg, after in pairwise([*joined(args), "--"])
         ]
-        places = [name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
-        self.places = [name for name in places if name not in (*PARTS, "cli")]
+        self.places = [
+            name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY and name not in (*PARTS, "cli")
+        ]
         options = {arg.partition("=")[0] for arg in own}
         for name in self.places:
             usage = " ".join(["fl-lightning", command, *map(str.upper, self.places)])

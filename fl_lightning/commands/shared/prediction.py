@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fl_lightning import IID, FederatedDataModule, FromFile, LocalObjective
@@ -160,8 +161,7 @@ class Measured:
             },
         }
         for name, callback in by_key(trainer.callbacks).items():  # Checkpoints is the last one
-            seconds = clock.mean(name)
-            each = seconds / (world if isinstance(callback, FlatnessMonitor) else 1)
+            each = clock.mean(name) / (world if isinstance(callback, FlatnessMonitor) else 1)
             every = getattr(callback, "every_n_rounds", 1)
             if every is None:
                 every = math.ceil(pause(each) * rounds / sum(times * one for times, one in parts.values()))
@@ -276,8 +276,9 @@ class Step(NamedTuple):
                 begin = time.perf_counter()
                 with fabric.autocast():
                     out = net(x)
-                out.float().mean().backward()
-                out.sum().item()  # waits for the device
+                heads = out if isinstance(out, tuple) else (out,)  # BiSeNetV2 has several in training
+                torch.autograd.backward([head.float().mean() for head in heads])
+                heads[0].sum().item()  # waits for the device
                 seconds = time.perf_counter() - begin
         return cls(seconds / n, peak_memory())
 
