@@ -142,11 +142,8 @@ def moving_buffers(net: nn.Module) -> list[str]:
     with modes_kept(net):
         if not net.training:  # in a net in train mode, modules in eval mode stay there
             net.train()
-        return [name for name in names if _moves(net.get_submodule(name.rpartition(".")[0]))]
-
-
-def _moves(owner: nn.Module) -> bool:
-    return owner.training or any(p.requires_grad for p in owner.parameters(recurse=False))
+        owners = [(name, net.get_submodule(name.rpartition(".")[0])) for name in names]
+        return [n for n, own in owners if own.training or any(p.requires_grad for p in own.parameters(recurse=False))]
 
 
 def constants(net: nn.Module) -> dict[str, Tensor]:
