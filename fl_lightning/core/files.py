@@ -243,7 +243,7 @@ def json_values(value: Any) -> Any:
     value = vars(value) if is_dataclass(value) else value
     if isinstance(value, Mapping):
         return {key: json_values(each) for key, each in value.items()}
-    if isinstance(value, np.ndarray | float):
+    if isinstance(value, np.ndarray | np.number | np.bool_ | float):
         return np.where(np.isfinite(value), value, None).tolist()  # type: ignore[call-overload]  # an array of objects
     return [json_values(each) for each in value] if isinstance(value, list | tuple) else value
 
