@@ -125,7 +125,8 @@ def _new(name: str, metric: Given, arguments: Mapping[str, Any]) -> Metric:
 
 
 def _class_of(path: str) -> type[Metric]:
-    kind = class_at(path, ["torchmetrics", "torchmetrics.classification", "torchmetrics.regression"], Metric)
+    packages = ["torchmetrics", "torchmetrics.classification", "torchmetrics.regression"]
+    kind: type[Metric] | None = class_at(path, packages, Metric)
     if kind is None:
         raise UserError(
             f"model.metrics = {path}: no class of torchmetrics {torchmetrics.__version__}, nor the path of one; "

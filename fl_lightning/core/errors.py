@@ -9,8 +9,6 @@ from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-Value = TypeVar("Value")
-
 
 class UserError(ValueError):
     """A mistake in config, data or checkpoint: one line with its remedy.
@@ -64,7 +62,7 @@ def imported(module: str, needs: str) -> Any:
         raise UserError(needs) from None
 
 
-def class_at(path: str, packages: Sequence[str], base: type[Value]) -> type[Value] | None:
+def class_at(path: str, packages: Sequence[str], base: type) -> Any:
     """Returns a class below another one, by its dotted path or its name; None if there is no such class.
 
     Args:
@@ -96,6 +94,7 @@ def require(ok: bool, key: str, value: object, remedy: str) -> None:
     ensure(ok, f"{key} = {value}: {remedy}")
 
 
+Value = TypeVar("Value")
 SYNONYMS = {
     "lr": "model.optimizer.lr",
     "learning_rate": "model.optimizer.lr",
