@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from fl_lightning.core import UserError, ensure, folded, require
+from fl_lightning.core import UserError, class_at, ensure, folded, require
 
 Given = str | Metric
 Metrics = list[Given] | dict[str, Given]
@@ -126,18 +125,14 @@ def _new(name: str, metric: Given, arguments: Mapping[str, Any]) -> Metric:
 
 
 def _class_of(path: str) -> type[Metric]:
-    room, _, name = path.rpartition(".")
-    for each in [room] if room else ["torchmetrics", "torchmetrics.classification", "torchmetrics.regression"]:
-        try:
-            kind = getattr(import_module(each), name, None)
-        except ImportError:
-            kind = None
-        if isinstance(kind, type) and issubclass(kind, Metric):
-            return kind
-    raise UserError(
-        f"model.metrics = {path}: no class of torchmetrics {torchmetrics.__version__}, nor the path of one; "
-        "see lightning.ai/docs/torchmetrics for its metrics"
-    )
+    packages = ["torchmetrics", "torchmetrics.classification", "torchmetrics.regression"]
+    kind: type[Metric] | None = class_at(path, packages, Metric)
+    if kind is None:
+        raise UserError(
+            f"model.metrics = {path}: no class of torchmetrics {torchmetrics.__version__}, nor the path of one; "
+            "see lightning.ai/docs/torchmetrics for its metrics"
+        )
+    return kind
 
 
 @contextmanager

@@ -46,30 +46,14 @@ def with_features(net: nn.Module) -> Iterator[None]:
         seen.clear()
         return output, features
 
-    hooks = linear[-1].register_forward_pre_hook(see), net.register_forward_hook(both)
-    try:
+    with linear[-1].register_forward_pre_hook(see), net.register_forward_hook(both):  # removed on exit
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 ELEMENTWISE = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.PoissonNLLLoss,
 )  # fmt: skip
-
-
-def is_elementwise(loss: nn.Module) -> bool:
-    """Returns whether a loss is elementwise: one value for each value of a target."""
-    return isinstance(loss, ELEMENTWISE)
-
-
-def average_samples(loss: nn.Module) -> None:
-    """Makes an elementwise loss without reduction return one mean per sample, ``(n,)``; leaves other losses alone."""
-    if is_elementwise(loss) and not getattr(loss, "per_sample", False):
-        loss.register_forward_pre_hook(_check_shapes)
-        loss.register_forward_hook(_mean_of_sample)
-        vars(loss)["per_sample"] = True
+"""Losses that have one value for each value of a target; hooks make it one mean per sample, ``(n,)``."""
 
 
 def _check_shapes(loss: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
@@ -125,10 +109,14 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
             own = "torch would divide by the sum of the weights, not by the number of samples; use a loss of your own"
             require(self.loss.weight is None, "model.loss.weight", "classes have weights", own)
             require(self.loss.ignore_index < 0, "model.loss.ignore_index", self.loss.ignore_index, own)
-        if reduction != "none" or is_elementwise(self.loss):
+        elementwise = isinstance(self.loss, ELEMENTWISE)
+        if reduction != "none" or elementwise:
             self.loss = copy.deepcopy(self.loss)
             vars(self.loss)["reduction"] = "none"
-            average_samples(self.loss)
+        if elementwise and not getattr(self.loss, "per_sample", False):  # another module's loss has the hooks already
+            self.loss.register_forward_pre_hook(_check_shapes)
+            self.loss.register_forward_hook(_mean_of_sample)
+            vars(self.loss)["per_sample"] = True
         self.metrics = named(metrics)
         self._scores: Any = nn.ModuleDict()
         self._new_batch = False

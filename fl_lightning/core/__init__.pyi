@@ -5,6 +5,7 @@ from .errors import Named as Named
 from .errors import UnwrittenError as UnwrittenError
 from .errors import UserError as UserError
 from .errors import callback_of_lightning as callback_of_lightning
+from .errors import class_at as class_at
 from .errors import ensure as ensure
 from .errors import folded as folded
 from .errors import imported as imported

@@ -1,7 +1,8 @@
 """Exceptions with a message for the user; names that are meant by wrong ones, and methods with other arguments."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from types import FunctionType
@@ -59,6 +60,23 @@ def imported(module: str, needs: str) -> Any:
         return import_module(module)
     except ImportError:
         raise UserError(needs) from None
+
+
+def class_at(path: str, packages: Sequence[str], base: type) -> Any:
+    """Returns a class below another one, by its dotted path or its name; None if there is no such class.
+
+    Args:
+        path: The path, or a name in one of the packages.
+        packages: These packages.
+        base: The other class.
+    """
+    package, _, name = path.rpartition(".")
+    for each in [package] if package else packages:
+        with suppress(ImportError, TypeError):  # no such module, or a relative one
+            found = getattr(import_module(each), name, None)
+            if isinstance(found, type) and issubclass(found, base):
+                return found
+    return None
 
 
 def require(ok: bool, key: str, value: object, remedy: str) -> None:

@@ -198,8 +198,7 @@ def _show_as_written(figure: Figure) -> None:
 
     for text in figure.findobj(Text):
         shown = "".join(c for c in text.get_text() if c.isprintable() or c == "\n")
-        if shown != text.get_text():  # else matplotlib's warning of a missing glyph has the control
-            text.set_text(shown)
+        text.set_text(shown)  # else matplotlib's warning of a missing glyph has the control
         try:
             MathTextParser("path").parse(shown.replace("\n", " "))
         except ValueError:

@@ -113,21 +113,20 @@ def make_folder(path: str | Path, key: str = "out") -> Path:
     return folder
 
 
-def check_folder(path: str | Path, key: str = "out") -> None:
+def check_folder(path: str | Path) -> None:
     """Refuses a folder that cannot be created, or written in, before what takes long; it creates nothing.
 
     Args:
-        path: The folder.
-        key: The setting that names another one.
+        path: The folder, the setting ``out``.
 
     Raises:
         UserError: If a file stands in its way, or its permissions do not allow it.
     """
     there = next(above for above in (Path(path), *Path(path).parents) if os.path.lexists(above))
     if not there.is_dir():
-        raise _no_folder(path, key, os.strerror(errno.EEXIST if there == Path(path) else errno.ENOTDIR))
+        raise _no_folder(path, "out", os.strerror(errno.EEXIST if there == Path(path) else errno.ENOTDIR))
     if not os.access(there, os.W_OK | os.X_OK):
-        raise _no_folder(path, key, os.strerror(errno.EACCES))
+        raise _no_folder(path, "out", os.strerror(errno.EACCES))
 
 
 def _no_folder(path: str | Path, key: str, why: str) -> UserError:
@@ -244,7 +243,7 @@ def json_values(value: Any) -> Any:
     value = vars(value) if is_dataclass(value) else value
     if isinstance(value, Mapping):
         return {key: json_values(each) for key, each in value.items()}
-    if isinstance(value, np.ndarray | float):
+    if isinstance(value, np.ndarray | np.number | np.bool_ | float):
         return np.where(np.isfinite(value), value, None).tolist()  # type: ignore[call-overload]  # an array of objects
     return [json_values(each) for each in value] if isinstance(value, list | tuple) else value
 

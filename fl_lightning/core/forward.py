@@ -94,14 +94,10 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def plain_recurrence(model: nn.Module) -> Iterator[None]:
+def plain_recurrence(model: nn.Module) -> AbstractContextManager[None]:
     """Lets recurrent layers compute without cuDNN, which has no second derivative, none in eval mode, and no vmap."""
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        with torch.backends.cudnn.flags(enabled=False):
-            yield
-    else:
-        yield
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    return torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()
 
 
 @contextmanager

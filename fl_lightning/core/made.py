@@ -123,7 +123,7 @@ def as_setting(value: Any, weights: bool = True) -> Any:
     match value:
         case Enum():
             return value.name
-        case str():
+        case str() | torch.dtype() | torch.device():
             return str(value)
         case None | bool():
             return value
@@ -135,8 +135,6 @@ def as_setting(value: Any, weights: bool = True) -> Any:
             return float(value)
         case os.PathLike():
             return os.fspath(value)
-        case torch.dtype() | torch.device():
-            return str(value)
         case Mapping():
             found = {str(key): as_setting(each) for key, each in value.items()}
             return found if _is_short(found) else described(value)

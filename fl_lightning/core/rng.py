@@ -27,21 +27,20 @@ def _sequence(seed: int, purpose: str, keys: tuple[int, ...]) -> np.random.SeedS
     return np.random.SeedSequence(np.array(words, np.uint32) if max(words) < 2**32 else words)
 
 
-def generator(seed: int, purpose: str, *keys: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Returns a new torch generator; the same arguments give the same stream.
+def generator(seed: int, purpose: str, *keys: int) -> torch.Generator:
+    """Returns a new torch generator on the CPU; the same arguments give the same stream.
 
     Args:
         seed: Seed of the run, 0 or more.
         purpose: What the numbers are for, such as ``"batches"``; purposes never share a stream.
         *keys: Further keys, such as round and client, each 0 or more. Always give one purpose the same number of keys:
             numpy pads with zeros, so ``(1,)`` and ``(1, 0)`` are one stream.
-        device: Device of the generator.
 
     Raises:
         UserError: If the seed is negative.
     """
     state = int(_sequence(seed, purpose, keys).generate_state(1, np.uint64)[0])
-    return torch.Generator(device).manual_seed(state)
+    return torch.Generator().manual_seed(state)
 
 
 def generators(seed: int, purpose: str, keys: Sequence[tuple[int, ...]]) -> Iterator[torch.Generator]:

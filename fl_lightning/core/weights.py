@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import UserError, ensure
+from fl_lightning.core.errors import UserError, ensure, folded
 from fl_lightning.core.files import FROZEN, WRONG, fault
 from fl_lightning.core.forward import modes_kept
 
@@ -105,12 +105,21 @@ def named(source: str | Mapping[str, Any], key: str, names: Collection[str]) -> 
         source: A file or state_dict, as for `initialize`.
         key: The setting that names it, for the error message.
         names: The net's names.
+
+    Raises:
+        UserError: If the file is missing or unreadable, or an entry is no tensor.
     """
     found = read(source, key) if isinstance(source, str) else source
     if isinstance(found, Mapping) and isinstance(source, str) and "state_dict" in found:
         found = with_constants(found, Path(source), key)
     found = found.get("state_dict", found) if isinstance(found, Mapping) else {}
-    given = {name: torch.as_tensor(value) for name, value in found.items()}
+    try:
+        given = {str(name): torch.as_tensor(value) for name, value in found.items()}
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(
+            f"{key}: not all of its entries are tensors ({folded(', '.join(map(str, found)), 60)}); give a state_dict "
+            "alone, saved by torch.save"
+        ) from None
     if not given.keys() & names:
         given = {name.removeprefix("net."): value for name, value in given.items()}
     return given
@@ -133,11 +142,8 @@ def moving_buffers(net: nn.Module) -> list[str]:
     with modes_kept(net):
         if not net.training:  # in a net in train mode, modules in eval mode stay there
             net.train()
-        return [name for name in names if _moves(net.get_submodule(name.rpartition(".")[0]))]
-
-
-def _moves(owner: nn.Module) -> bool:
-    return owner.training or any(p.requires_grad for p in owner.parameters(recurse=False))
+        owners = [(name, net.get_submodule(name.rpartition(".")[0])) for name in names]
+        return [n for n, own in owners if own.training or any(p.requires_grad for p in own.parameters(recurse=False))]
 
 
 def constants(net: nn.Module) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from fl_lightning.core import (
     Size,
     UnitInterval,
     accumulator_dtype,
+    ensure,
     require,
     to_device,
 )
@@ -212,6 +213,7 @@ class ScaledCrop(Augment):
 
     def __call__(self, x: Tensor, draws: dict[str, Tensor]) -> Tensor:
         """Augments ``(N, 4, H, W)`` uint8, whose last channel is the class."""
+        ensure(x.shape[1] == 4, "data.augment = ScaledCrop: these images have no label maps; use Augment or null")
         corner, extent = (to_device(v, x.device) for v in self._parts(x.shape[-2], x.shape[-1], draws))
         x = super().__call__(_resampled(x, corner, extent, self.size), draws)
         if self.jitter:

@@ -106,7 +106,7 @@ class HuggingFace(FederatedDataModule):
         if not self.test_fraction:
             return train, splits[self.test]
         n = len(train)
-        users = [""] * n if self.client is None else train[self.client]
+        users = [""] * n if self.client is None else [*map(str, train[self.client])]
         rng = numpy_generator(0, "Hugging Face test set")  # independent of data.seed
         rows = stratified(Natural(users).clients(users), round(self.test_fraction * n), rng)
         few = f"holds out {len(rows)} of {n} samples; leave some for both parts"

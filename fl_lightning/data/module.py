@@ -201,12 +201,13 @@ class FederatedDataModule(SampleStore, ABC):
             y, strata, self.partition, self.num_clients, self.num_classes, self.val_fraction, self.seed
         )
         self.client_sizes, self._union = self.clients.sizes, self.clients.indices.sort().values
-        owners, n = None if self.test_clients is None else np.asarray(self.test_clients), len(self.y_test)
-        named = n if owners is None else len(owners)
-        ensure(named == n, f"test_clients: {named} for {n} samples; give one per sample")
-        least, most, m = (-1, -1, 0) if owners is None else (owners.min(), owners.max(), self.num_clients)
-        ensure(least >= -1 and most < m, f"test_clients: {least} to {most}; number the {m} clients from 0, -1 is none")
-        self._test_shares = None if owners is None else ClientIndices.of(owners, self.num_clients)
+        self._test_shares: ClientIndices | None = None
+        if self.test_clients is not None:
+            owners, n, m = np.asarray(self.test_clients), len(self.y_test), self.num_clients
+            ensure(len(owners) == n, f"test_clients: {len(owners)} for {n} samples; give one per sample")
+            problem = f"test_clients: {owners.min()} to {owners.max()}; number the {m} clients from 0, -1 is none"
+            ensure(owners.min() >= -1 and owners.max() < m, problem)
+            self._test_shares = ClientIndices.of(owners, m)
 
     def _check_classes(self) -> None:
         """Checks the labels of training and test data against the number of classes."""

@@ -99,6 +99,7 @@ def _array(x: Any) -> NDArray[Any]:
     Raises:
         UserError: If it is an image of more than 8 bits a channel.
     """
+    x = x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x  # NumPy has no bfloat16
     mode = getattr(x, "mode", None) if hasattr(x, "getbands") else None
     deep = mode is not None and mode[0] in "IF"
     ensure(not deep, f"an image has more than 8 bits a channel ({mode}); convert it to 8 bits, or give an array")

@@ -85,7 +85,7 @@ def finite(name: str, x: Tensor, rows: Sequence[int] | None = None) -> Tensor:
 
 
 def numeric(name: str, array: Any) -> Tensor:
-    """Converts an array to a tensor on the CPU.
+    """Converts an array to a tensor on the CPU, bfloat16 to float32.
 
     Raises:
         UserError: If it holds no numbers, or is no dense tensor.
@@ -93,10 +93,11 @@ def numeric(name: str, array: Any) -> Tensor:
     if isinstance(array, Tensor):
         dense = array.layout == torch.strided and not array.is_quantized and not array.is_meta
         ensure(dense, f"{name}: a tensor that is sparse, quantized or without values; make it dense first")
-        return array.detach().cpu()
+        found = array.detach().cpu()
+        return found.float() if found.dtype == torch.bfloat16 else found  # NumPy has no bfloat16
     try:
-        found = np.ascontiguousarray(array)
-        return torch.from_numpy(found.astype(found.dtype.newbyteorder("="), copy=False))
+        numbers = np.ascontiguousarray(array)
+        return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("="), copy=False))
     except (TypeError, ValueError):
         raise UserError(
             f"{name}: {type(array).__name__} of {np.asarray(array).dtype} is not a numeric array; "

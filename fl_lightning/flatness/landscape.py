@@ -244,18 +244,14 @@ def filter_normalized(direction: Tensor, w: Tensor, spec: FlatSpec) -> Tensor:
     Returns:
         ``(..., d)``, float64, on the device of ``w``.
     """
-    w = exact(w)
-    direction = direction.to(w)
-    parts = []
-    weights = spec.split(w)
-    for name, d in spec.split(direction).items():
-        lead, filters = direction.shape[:-1], weights[name]
-        if filters.ndim <= 1:
-            part = torch.zeros_like(d)
-        else:
+    w, lead, parts = exact(w), direction.shape[:-1], []
+    for d, filters in zip(spec.split(direction.to(w)).values(), spec.split(w).values(), strict=True):
+        if filters.ndim > 1:
             rows, d = filters.flatten(1), d.reshape(*lead, len(filters), -1)
-            part = d * (rows.norm(dim=-1, keepdim=True) / (d.norm(dim=-1, keepdim=True) + 1e-10))
-        parts.append(part.reshape(*lead, -1))
+            d = d * (rows.norm(dim=-1, keepdim=True) / (d.norm(dim=-1, keepdim=True) + 1e-10))
+        else:
+            d = torch.zeros_like(d)
+        parts.append(d.reshape(*lead, -1))
     return torch.cat(parts, -1)
 
 

@@ -203,10 +203,12 @@ def plot_density(densities: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure
     with new_panels(1, 1) as figure:
         title = wrapped(next(iter(densities)), 2.6) if len(densities) == 1 else ""
         axes = figure.add_subplot(title=title, xlabel="eigenvalue $\\lambda$", ylabel="density", yscale="log")
-        top = max(float(np.max(np.asarray(density))) for _, density in densities.values())
+        values = np.concatenate([np.ravel(density) for _, density in densities.values()])
+        top = float(np.max(values, where=np.isfinite(values), initial=0.0))
         for look, (label, (at, density)) in zip(line_styles(), densities.items(), strict=False):
             axes.plot(at, density, label=label, **{**look, "marker": None})
-        axes.set_ylim(top * 1e-6, top * 2)
+        if top > 0:  # a matrix that is not finite has no density
+            axes.set_ylim(top * 1e-6, top * 2)
         place_legend(figure)
     return figure
 

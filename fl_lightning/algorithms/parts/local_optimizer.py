@@ -208,8 +208,7 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
         Returns:
             The new weights, and the client's state.
         """
-        name = type(self).__name__
-        names = {own: f"{name}.{own}" for own in self.state}
+        names = dict(zip(self.state, self.named_state, strict=True))
         memory = State({own: client[of] for own, of in names.items()})
         w, memory = self.step(w, direction, memory, lr, ctx)
         return w, client | {of: memory[own] for own, of in names.items()} if names else client

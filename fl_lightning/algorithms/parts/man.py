@@ -1,7 +1,7 @@
 """MAN: small activations, as a term of the local objective."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -51,12 +51,13 @@ class MAN(Part):
         kind = type(objective)
         own = kind.training_step is not SupervisedModule.training_step
         ensure(not own, f"{KEY}: {kind.__name__} has a training_step of its own, which lacks the term; define losses")
-        if self.layers is not None:
-            self._modules(objective.net)
+        self._modules(objective.net)
 
     def _modules(self, net: nn.Module) -> list[nn.Module]:
-        modules = {name: module for name, module in net.named_modules() if name}
-        return [modules[name] for name in matching([*modules], self.layers or [], f"{KEY}: layers")]
+        """Returns the modules that ``layers`` names; none if it is null."""
+        names = [name for name, _ in net.named_modules() if name]
+        chosen = [] if self.layers is None else matching(names, self.layers, f"{KEY}: layers")
+        return [net.get_submodule(name) for name in chosen]
 
     @contextmanager
     def further(self, net: nn.Module) -> Iterator[Further]:
@@ -68,16 +69,12 @@ class MAN(Part):
             squares = [a.to(torch.promote_types(a.dtype, torch.float32)).square() for a in seen]
             return self.zeta / 2 * sum(by_sample(square, n) for square in squares)  # type: ignore[return-value]
 
-        if self.layers is None:
-            with Seen(seen, self.before_pooling):
-                yield values
-            return
-        hooks = [m.register_forward_hook(lambda _, inputs, output: seen.append(output)) for m in self._modules(net)]
-        try:
+        with ExitStack() as stack:
+            if self.layers is None:
+                stack.enter_context(Seen(seen, self.before_pooling))
+            for module in self._modules(net):
+                stack.enter_context(module.register_forward_hook(lambda _, inputs, output: seen.append(output)))
             yield values
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def by_sample(values: Tensor, n: int) -> Tensor:

@@ -1,6 +1,5 @@
 """A local optimizer of torch."""
 
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import Direction
 from fl_lightning.algorithms.parts.local_optimizer import LocalOptimizer, Schedule, Take
-from fl_lightning.core import ClientContext, FlatSpec, Positive, State, UserError, folded, require
+from fl_lightning.core import ClientContext, FlatSpec, Positive, State, UserError, class_at, folded, require
 
 
 class TorchOptimizer(LocalOptimizer):
@@ -45,7 +44,9 @@ class TorchOptimizer(LocalOptimizer):
         super().__init__(lr, clip, lr_decay, schedule)
         self.name, self.options = name, dict(options or {})
         require("lr" not in self.options, "model.optimizer.options.lr", self.options.get("lr"), "give it as lr")
-        self._class = _find(name)
+        self._class: Any = class_at(name, ["torch.optim"], torch.optim.Optimizer)
+        remedy = "give a class of torch.optim, such as AdamW, or its dotted path"
+        require(self._class is not None, "model.optimizer.name", name, remedy)
         matrix = nn.Parameter(torch.zeros(2, 2))
         matrix.grad = torch.zeros_like(matrix)
         optimizer = self.make([matrix])
@@ -97,14 +98,3 @@ class TorchOptimizer(LocalOptimizer):
         return UserError(
             f"model.optimizer = {self.name}: {folded(error):.150}; choose other options, or another optimizer"
         )
-
-
-def _find(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    try:
-        found = getattr(import_module(module or "torch.optim"), attribute, None)
-    except (ImportError, TypeError):  # no such module, or a relative name
-        found = None
-    fits = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
-    require(fits, "model.optimizer.name", name, "give a class of torch.optim, such as AdamW, or its dotted path")
-    return found

@@ -110,17 +110,17 @@ class FromFile(Partition):
             rows = self._read(index)
             if not rows:
                 raise ValueError("no client")
+            users = _ordered(rows)
+            parts = [np.array([index for index, _ in rows[user]], np.int64) for user in users]
         except OSError as error:
             raise UserError(
                 f"data.partition.path = '{self.path}': cannot read it ({error.strerror}); give an existing split file"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
             raise UserError(
                 f"data.partition.path = '{self.path}' is not a split in a known format "
                 f"({folded(repr(error), 120)}); use JSON {{client: [indices]}} or CSV user_id,image_id,class"
             ) from None
-        users = _ordered(rows)
-        parts = [np.array([index for index, _ in rows[user]], np.int64) for user in users]
         check(parts, len(labels), num_clients, f"'{self.path}'", self.replacement)
         for user, part in zip(users, parts, strict=True):
             for at, (_, label) in zip(part, rows[user], strict=True):
