@@ -179,17 +179,18 @@ class Rounds:
     @contextmanager
     def on_all_processes(self) -> Iterator[None]:
         """Lets every process raise an error of memory or of torch that one of them meets within it."""
-        error: Exception | None = None
         try:
             yield
-        except (RuntimeError, MemoryError) as met:
-            error = met
-        if self.fabric.world_size > 1:
-            failed = _of_all_processes(self.fabric, self.w0.new_full((1,), error is not None))
-            if error is None and bool(failed.any()):
-                error = MemoryError("another process could not train its clients")
-        if error is not None:
-            raise error
+        except (RuntimeError, MemoryError):
+            self._any(True)
+            raise
+        if self._any(False):
+            raise MemoryError("another process could not train its clients")
+
+    def _any(self, failed: bool) -> bool:
+        """Returns whether one of several processes has failed; every one calls."""
+        several = self.fabric.world_size > 1
+        return several and bool(_of_all_processes(self.fabric, self.w0.new_full((1,), failed)).any())
 
     def together(self, drawn: Drawn, results: Tensors, n: int) -> Tensors:
         """Returns the first ``n`` rows of results of a round's clients, those of other processes included."""
