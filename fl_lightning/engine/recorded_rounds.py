@@ -227,22 +227,26 @@ class RecordedRounds(Rounds):
         objects = self.objective, self.objective.optimizer, *self.objective.all_parts
         watched, before = Watched(objects), [{**vars(owner)} for owner in objects]
         first = {**server, **rows, "met": named["met"], **columns, **t}
-        send = stage(self._send, first, ctx)
-        sent = self._outputs(send, first)
-        finish = stage(self._finish, own := {**sent, **columns, **t}, ctx)
-        results = {
-            name: v[:1].expand(len(named["n_k"]), *v.shape[1:]) for name, v in self._outputs(finish, own).items()
-        }
-        of_all = {name: named[name] for name in ("samples", "n_k", "k_lr", "there") if name in named}
-        received = prefixed("received", below("received", sent))
-        receive = stage(self._receive, {**server, **received, **results, **t, **of_all}, ctx)
-        changed = {name for _, name in watched.changed()}
-        for owner, attributes in zip(objects, before, strict=True):
-            new = vars(owner).keys() - attributes.keys()
-            changed |= {name for name in new if not isinstance(getattr(type(owner), name, None), cached_property)}
-            for name in new:  # even a cache may hold what was recorded
-                del vars(owner)[name]
-            vars(owner).update(attributes)
+        try:
+            send = stage(self._send, first, ctx)
+            sent = self._outputs(send, first)
+            finish = stage(self._finish, own := {**sent, **columns, **t}, ctx)
+            results = {
+                name: v[:1].expand(len(named["n_k"]), *v.shape[1:]) for name, v in self._outputs(finish, own).items()
+            }
+            of_all = {name: named[name] for name in ("samples", "n_k", "k_lr", "there") if name in named}
+            received = prefixed("received", below("received", sent))
+            receive = stage(self._receive, {**server, **received, **results, **t, **of_all}, ctx)
+            changed = {name for _, name in watched.changed()}
+        finally:  # also if a hook has set something before one that cannot be recorded
+            added = set[str]()
+            for owner, attributes in zip(objects, before, strict=True):
+                new = vars(owner).keys() - attributes.keys()
+                added |= {name for name in new if not isinstance(getattr(type(owner), name, None), cached_property)}
+                for name in new:  # even a cache may hold what was recorded
+                    del vars(owner)[name]
+                vars(owner).update(attributes)
+        changed |= added
         ensure(not changed, f"hooks set {', '.join(sorted(changed))}")
         blocks = prefixed("block", below("block", named))
         return {"send": send, "finish": finish, "receive": receive}, {**sent, **columns, **t, **blocks}
