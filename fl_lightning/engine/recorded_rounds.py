@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulator_dtype, ensure, k_lr_sums, to_device
 from fl_lightning.data.minibatches import MinibatchTable
-from fl_lightning.data.samples import SampleStore
 from fl_lightning.engine.base import COLUMNS
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.graphed import GraphedEngine, known_of
@@ -124,7 +123,7 @@ class RecordedRounds(Rounds):
         """Returns what each of the rounds draws, as tensors by name."""
         shares = [drawn.share(self.fabric.global_rank) for drawn in rounds]
         n = [len(share.clients) for share in shares]
-        width, device = self.engine.widened(max(n)), w.device
+        width, device, by_class = self.engine.widened(max(n)), w.device, self.objective.uses_class_counts
         self._most = max(self._most, *(len(drawn.clients) for drawn in rounds))
         most = width if self.fabric.world_size == 1 else self._most
         padded = [share.padded(width) for share in shares]
@@ -141,7 +140,7 @@ class RecordedRounds(Rounds):
                 "k_lr": k_lr,
                 **{f"ctx.{name}": column for name, column in zip(COLUMNS, its.unbind(), strict=True)},
                 **block.tensors(),
-                **self._class_counts(share, minibatches.source, w),
+                **({"ctx.class_counts": self.class_counts(share, minibatches.source, w)} if by_class else {}),
                 **({} if len(drawn.clients) == most else {"there": own}),
             }
             for drawn, share, where, samples_of, counts_of, k_lr, its, block, own in zip(
@@ -157,11 +156,6 @@ class RecordedRounds(Rounds):
                 strict=True,
             )
         ]
-
-    def _class_counts(self, drawn: Drawn, source: SampleStore, like: Tensor) -> dict[str, Tensor]:
-        """Returns the clients' numbers of samples of each class by name, if the objective uses them."""
-        counts = self.context(drawn, source, like).class_counts if self.objective.uses_class_counts else None
-        return {} if counts is None else {"ctx.class_counts": counts}
 
     def _recorded(
         self, contexts: Sequence[ClientContext], arrays: Sequence[Tensors], server: State, table: Table

@@ -215,9 +215,12 @@ class Rounds:
         """Returns the contexts of a round's clients as one, whose attributes that differ are ``(clients, 1)``."""
         keys = [(self.seed, ctx.stream, ctx.phase, k) for k, ctx in zip(drawn.clients, drawn.contexts, strict=True)]
         ctx = self.engine.together(drawn.contexts, like, Draws(keys, like.device, True))
-        if not self.objective.uses_class_counts:
-            return ctx
-        return replace(ctx, class_counts=torch.stack([source.class_counts(k) for k in drawn.clients]).to(like))
+        counts = self.class_counts(drawn, source, like) if self.objective.uses_class_counts else None
+        return replace(ctx, class_counts=counts)
+
+    def class_counts(self, drawn: Drawn, source: SampleStore, like: Tensor) -> Tensor:
+        """Returns the clients' numbers of samples of each class, ``(clients, classes)``."""
+        return torch.stack([source.class_counts(k) for k in drawn.clients]).to(like)
 
     def send(
         self, server: State, rows: Mapping[str, Tensor], met: Tensor, ctx: ClientContext
