@@ -89,7 +89,9 @@ class RecordedRounds(Rounds):
         self, rounds: Sequence[Drawn], minibatches: MinibatchTable, server: State, table: Table
     ) -> Iterator[Trained]:
         contexts = [drawn.share(self.fabric.global_rank).contexts[0] for drawn in rounds]
-        arrays = self._arrays(rounds, minibatches, table, server.w) if self._fit() else []
+        # as far as one knows before
+        fit = self.w0.device.type == "cpu" and not (self._refused or self.bits_depend_on_values)
+        arrays = self._arrays(rounds, minibatches, table, server.w) if fit else []
         records = self._recorded(contexts, arrays, server, table) if arrays else []
         if not records:
             yield from super().train(rounds, minibatches, server, table)
@@ -112,10 +114,6 @@ class RecordedRounds(Rounds):
             table.put(table.places(drawn.clients), {name: v[:n] for name, v in below("row", values).items()})
             bits = drawn.receivers * down + n * up
             yield Trained(server, values["numbers"], bits, time.perf_counter() - started)
-
-    def _fit(self) -> bool:
-        """Returns whether the rounds can be recorded, as far as one knows before."""
-        return not (self._refused or self.bits_depend_on_values) and self.w0.device.type == "cpu"
 
     def _arrays(
         self, rounds: Sequence[Drawn], minibatches: MinibatchTable, table: Table, w: Tensor
@@ -202,13 +200,8 @@ class RecordedRounds(Rounds):
 
     def _record(self, named: Tensors, ctx: ClientContext, facts: Known) -> RoundRecord:
         stages, example = self._around(named, ctx)
-        stages = {
-            "send": stages["send"],
-            "step": self.engine.record_of(example, ctx).stage,
-            "finish": stages["finish"],
-            "receive": stages["receive"],
-        }
-        return RoundRecord(stages, example, self._bits, facts)
+        first = {"send": stages["send"], "step": self.engine.record_of(example, ctx).stage}
+        return RoundRecord({**first, **stages}, example, self._bits, facts)
 
     def _around(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
         """Records what comes before and after the local steps of a round; returns it, and inputs of the steps.
