@@ -112,19 +112,21 @@ class BatchedEngine(Engine):
 
     def _train_block(self, jobs: Sequence[Job]) -> list[LocalResult]:
         with self.checked():
-            rows = self._widened(jobs)
+            rows = [*jobs, *repeat(jobs[0], self.widened(len(jobs)) - len(jobs))]  # padding takes no step
             clients = [job.minibatches for job in jobs]
             batch = clients[0].source.batch_size or 1 << (max(max(each.sizes) for each in clients) - 1).bit_length()
             carry, upload, state, logs = self._trained(rows, blocks(clients, len(rows), batch))
-            finite, loss = self._summary(jobs, carry, upload, state)
-        n = len(jobs)  # the rest is padding
+            finite = torch.stack([is_finite(v) for group in (upload, state) for v in group.values()]).all(0)
+            n = len(jobs)  # the rest is padding
+            steps = to_device([max(job.ctx.K, 1) for job in jobs], carry.loss.device, carry.loss.dtype)
+            loss = carry.loss[:n] / steps
         each = zip(
             jobs,
             carry.w[:n],
             by_client(upload, n),
             by_client(state, n),
             loss,
-            finite,
+            finite[:n],
             logs.by_client(n, loss),
             strict=True,
         )
@@ -172,10 +174,6 @@ class BatchedEngine(Engine):
         self._widest = max(self._widest, clients)
         return self._widest
 
-    def _widened(self, jobs: Sequence[Job]) -> list[Job]:
-        """Returns jobs and padding, clients that take no step."""
-        return [*jobs, *repeat(jobs[0], self.widened(len(jobs)) - len(jobs))]
-
     def _trained(self, rows: Sequence[Job], blocks: Iterable[Block]) -> tuple[Carry, Upload, State, Logs]:
         """Returns what local training ends with, uploads, states and logs; each has a row a client, or one for all."""
         like, width = rows[0].received.w, len(rows)
@@ -193,13 +191,6 @@ class BatchedEngine(Engine):
             upload, state, logs = self.finish(carry, fixed)
         uploads, states = ({n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in (upload, state))
         return carry, uploads, State(states), logs
-
-    def _summary(self, jobs: Sequence[Job], carry: Carry, upload: Upload, state: State) -> tuple[Tensor, Tensor]:
-        """Returns whether each client's upload and state are finite, and its loss, ``(clients,)``."""
-        n = len(jobs)
-        finite = torch.stack([is_finite(v) for group in (upload, state) for v in group.values()]).all(0)
-        steps = to_device([max(job.ctx.K, 1) for job in jobs], carry.loss.device, carry.loss.dtype)
-        return finite[:n], carry.loss[:n] / steps
 
     def together(self, contexts: Sequence[ClientContext], like: Tensor, draws: Draws) -> ClientContext:
         """Returns the clients' contexts as one; attributes that differ between clients are ``(clients, 1)``."""

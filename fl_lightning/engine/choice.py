@@ -88,21 +88,19 @@ def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: in
     """
     steps = sum(job.ctx.K for job in jobs)
     sequential = make("sequential")
-    on_cpu = sequential.net.device.type == "cpu"
     _seconds(sequential, jobs[:1], 1)
     step = min(_seconds(sequential, jobs[:1], 2) / min(2, jobs[0].ctx.K) for _ in range(2))
     totals: dict[EngineName, float] = {"sequential": step * steps * rounds}
     if totals["sequential"] < SHORT and not compile:
         return Choice("sequential", "", totals["sequential"])
-    if on_cpu and step > HEAVY:
+    if sequential.net.device.type == "cpu" and step > HEAVY:
         reason = f"a local step takes {step * 1e3:.0f} ms: there is nothing to gain from batching on a CPU"
         return Choice("sequential", reason, totals["sequential"])
     measured = [f"sequential {step * steps * 1e3:.1f} ms a round"]
-    longest = max(job.ctx.K for job in jobs)
     for name in [name for name, engine in ENGINES.items() if engine.trains_several]:
         try:
             engine = make(name)
-            first = _seconds(engine, jobs, longest)
+            first = _seconds(engine, jobs)
             check(engine, sequential, jobs)
             round_s = seconds(engine, jobs)
         except UserError as error:
@@ -117,13 +115,12 @@ def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: in
 
 def seconds(engine: Engine, jobs: Sequence[Job]) -> float:
     """Seconds that an engine takes to train these jobs, once it has warmed up."""
-    longest = max(job.ctx.K for job in jobs)
-    return min(_seconds(engine, jobs, longest) for _ in range(2))
+    return min(_seconds(engine, jobs) for _ in range(2))
 
 
-def _seconds(engine: Engine, jobs: Sequence[Job], steps: int) -> float:
-    """Returns the time of the first ``steps`` steps of each job."""
-    short = [excerpt(job, range(min(steps, len(job.minibatches)))) for job in jobs]
+def _seconds(engine: Engine, jobs: Sequence[Job], steps: int | None = None) -> float:
+    """Returns the time of the first ``steps`` steps of each job; None: of all."""
+    short = [excerpt(job, range(len(job.minibatches))[:steps]) for job in jobs]
     wait_for(engine.net.device)  # what was launched before does not count
     started = time.perf_counter()
     for _ in engine.train(short):

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 
@@ -67,18 +66,13 @@ class GraphedEngine(BatchedEngine):
             UserError: If a hook reads what has changed since.
         """
         blocks = {name: v[: self.unrolled(len(v))] for name, v in named.items() if name.startswith("block.")}
-        first, known = {**named, **blocks}, known_of(named)
-        key, make = (*self.plain(settings), *known.items()), partial(self._record, known)
-        record = self.records.find(first, ctx, key, make)
+        first, known, objective = {**named, **blocks}, known_of(named), self.objective
+        parts = objective, objective.ascent, objective.optimizer, objective.loss, *objective.parts
+        key = *plain_settings(parts, settings.values()), *known.items()
+        record = self.records.find(first, ctx, key, partial(self._record, known))
         if check:
             self._compare(record, first, ctx)
         return record
-
-    def plain(self, settings: Tensors = NOTHING) -> tuple[Any, ...]:
-        """Returns the plain settings on which a record depends, but for those that are its inputs."""
-        objective = self.objective
-        parts = objective, objective.ascent, objective.optimizer, objective.loss, *objective.parts
-        return plain_settings(parts, settings.values())
 
     def step_stage(self, named: Tensors, ctx: ClientContext) -> Stage:
         """Records one local step of the tensors that `tensors_of`, `tensors_of_carry` and `Block.tensors` name."""
@@ -114,17 +108,13 @@ class GraphedEngine(BatchedEngine):
         step = self.step_stage(named, ctx)
         simplified(step.graph, not self.compile and named["w"].device.type == "cpu", known)
         if self.compile:
-            replay = self.compiled_steps(step, named, len(named["block.y"]))
+            steps, tensors = [("t", step)] * len(named["block.y"]), [named[name] for name in step.inputs]
+            program, held = Program.of(composed(steps, step.inputs, step.outputs), tensors)
+            replay: Replay = partial(compiled(program), *held)
         else:
             replay = called_directly(step.graph).forward
         replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
         return Record(step, replay, ctx.t)
-
-    def compiled_steps(self, step: Stage, named: Tensors, steps: int) -> Replay:
-        """Returns the machine code of some steps, given their inputs, with the minibatches of all."""
-        tensors = [named[name] for name in step.inputs]
-        program, held = Program.of(composed([("t", step)] * steps, step.inputs, step.outputs), tensors)
-        return partial(compiled(program), *held)
 
     def _recorded(self, named: Tensors, ctx: ClientContext) -> Tensors:
         """Takes a local step with named tensors; returns those that it changes."""

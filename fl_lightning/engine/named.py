@@ -1,6 +1,6 @@
 """The arguments of a local step as named tensors, and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -13,8 +13,8 @@ def tensors_of(fixed: Fixed) -> dict[str, Tensor]:
     columns = {name: getattr(fixed.ctx, name) for name in (*COLUMNS, "class_counts")}
     return {
         **prefixed("received", fixed.received),
-        **prefixed("teacher", _numbered(fixed.teachers)),
-        **prefixed("constant", _numbered(fixed.constants)),
+        **{f"teacher.{i}": v for i, v in enumerate(fixed.teachers)},
+        **{f"constant.{i}": v for i, v in enumerate(fixed.constants)},
         **({} if fixed.start is fixed.received.w else {"start": fixed.start}),
         **prefixed("ctx", {name: v for name, v in columns.items() if v is not None}),
     }
@@ -28,10 +28,6 @@ def prefixed(prefix: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def below(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors whose names have a prefix, without it."""
     return {name.removeprefix(f"{prefix}."): v for name, v in named.items() if name.startswith(f"{prefix}.")}
-
-
-def _numbered(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {str(i): tensor for i, tensor in enumerate(tensors)}
 
 
 def tensors_of_carry(carry: Carry) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulator_dtype, ensure, k_lr_sums, to_device
 from fl_lightning.data.minibatches import MinibatchTable
-from fl_lightning.data.samples import SampleStore
 from fl_lightning.engine.base import COLUMNS
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.graphed import GraphedEngine, known_of
@@ -90,7 +89,9 @@ class RecordedRounds(Rounds):
         self, rounds: Sequence[Drawn], minibatches: MinibatchTable, server: State, table: Table
     ) -> Iterator[Trained]:
         contexts = [drawn.share(self.fabric.global_rank).contexts[0] for drawn in rounds]
-        arrays = self._arrays(rounds, minibatches, table, server.w) if self._fit() else []
+        # as far as one knows before
+        fit = self.w0.device.type == "cpu" and not (self._refused or self.bits_depend_on_values)
+        arrays = self._arrays(rounds, minibatches, table, server.w) if fit else []
         records = self._recorded(contexts, arrays, server, table) if arrays else []
         if not records:
             yield from super().train(rounds, minibatches, server, table)
@@ -114,17 +115,13 @@ class RecordedRounds(Rounds):
             bits = drawn.receivers * down + n * up
             yield Trained(server, values["numbers"], bits, time.perf_counter() - started)
 
-    def _fit(self) -> bool:
-        """Returns whether the rounds can be recorded, as far as one knows before."""
-        return not (self._refused or self.bits_depend_on_values) and self.w0.device.type == "cpu"
-
     def _arrays(
         self, rounds: Sequence[Drawn], minibatches: MinibatchTable, table: Table, w: Tensor
     ) -> list[dict[str, Tensor]]:
         """Returns what each of the rounds draws, as tensors by name."""
         shares = [drawn.share(self.fabric.global_rank) for drawn in rounds]
         n = [len(share.clients) for share in shares]
-        width, device = self.engine.widened(max(n)), w.device
+        width, device, by_class = self.engine.widened(max(n)), w.device, self.objective.uses_class_counts
         self._most = max(self._most, *(len(drawn.clients) for drawn in rounds))
         most = width if self.fabric.world_size == 1 else self._most
         padded = [share.padded(width) for share in shares]
@@ -141,7 +138,7 @@ class RecordedRounds(Rounds):
                 "k_lr": k_lr,
                 **{f"ctx.{name}": column for name, column in zip(COLUMNS, its.unbind(), strict=True)},
                 **block.tensors(),
-                **self._class_counts(share, minibatches.source, w),
+                **({"ctx.class_counts": self.class_counts(share, minibatches.source, w)} if by_class else {}),
                 **({} if len(drawn.clients) == most else {"there": own}),
             }
             for drawn, share, where, samples_of, counts_of, k_lr, its, block, own in zip(
@@ -157,11 +154,6 @@ class RecordedRounds(Rounds):
                 strict=True,
             )
         ]
-
-    def _class_counts(self, drawn: Drawn, source: SampleStore, like: Tensor) -> dict[str, Tensor]:
-        """Returns the clients' numbers of samples of each class by name, if the objective uses them."""
-        counts = self.context(drawn, source, like).class_counts if self.objective.uses_class_counts else None
-        return {} if counts is None else {"ctx.class_counts": counts}
 
     def _recorded(
         self, contexts: Sequence[ClientContext], arrays: Sequence[Tensors], server: State, table: Table
@@ -208,13 +200,8 @@ class RecordedRounds(Rounds):
 
     def _record(self, named: Tensors, ctx: ClientContext, facts: Known) -> RoundRecord:
         stages, example = self._around(named, ctx)
-        stages = {
-            "send": stages["send"],
-            "step": self.engine.record_of(example, ctx).stage,
-            "finish": stages["finish"],
-            "receive": stages["receive"],
-        }
-        return RoundRecord(stages, example, self._bits, facts)
+        first = {"send": stages["send"], "step": self.engine.record_of(example, ctx).stage}
+        return RoundRecord({**first, **stages}, example, self._bits, facts)
 
     def _around(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
         """Records what comes before and after the local steps of a round; returns it, and inputs of the steps.
@@ -227,22 +214,26 @@ class RecordedRounds(Rounds):
         objects = self.objective, self.objective.optimizer, *self.objective.all_parts
         watched, before = Watched(objects), [{**vars(owner)} for owner in objects]
         first = {**server, **rows, "met": named["met"], **columns, **t}
-        send = stage(self._send, first, ctx)
-        sent = self._outputs(send, first)
-        finish = stage(self._finish, own := {**sent, **columns, **t}, ctx)
-        results = {
-            name: v[:1].expand(len(named["n_k"]), *v.shape[1:]) for name, v in self._outputs(finish, own).items()
-        }
-        of_all = {name: named[name] for name in ("samples", "n_k", "k_lr", "there") if name in named}
-        received = prefixed("received", below("received", sent))
-        receive = stage(self._receive, {**server, **received, **results, **t, **of_all}, ctx)
-        changed = {name for _, name in watched.changed()}
-        for owner, attributes in zip(objects, before, strict=True):
-            new = vars(owner).keys() - attributes.keys()
-            changed |= {name for name in new if not isinstance(getattr(type(owner), name, None), cached_property)}
-            for name in new:  # even a cache may hold what was recorded
-                del vars(owner)[name]
-            vars(owner).update(attributes)
+        try:
+            send = stage(self._send, first, ctx)
+            sent = self._outputs(send, first)
+            finish = stage(self._finish, own := {**sent, **columns, **t}, ctx)
+            results = {
+                name: v[:1].expand(len(named["n_k"]), *v.shape[1:]) for name, v in self._outputs(finish, own).items()
+            }
+            of_all = {name: named[name] for name in ("samples", "n_k", "k_lr", "there") if name in named}
+            received = prefixed("received", below("received", sent))
+            receive = stage(self._receive, {**server, **received, **results, **t, **of_all}, ctx)
+            changed = {name for _, name in watched.changed()}
+        finally:  # also if a hook has set something before one that cannot be recorded
+            added = set[str]()
+            for owner, attributes in zip(objects, before, strict=True):
+                new = vars(owner).keys() - attributes.keys()
+                added |= {name for name in new if not isinstance(getattr(type(owner), name, None), cached_property)}
+                for name in new:  # even a cache may hold what was recorded
+                    del vars(owner)[name]
+                vars(owner).update(attributes)
+        changed |= added
         ensure(not changed, f"hooks set {', '.join(sorted(changed))}")
         blocks = prefixed("block", below("block", named))
         return {"send": send, "finish": finish, "receive": receive}, {**sent, **columns, **t, **blocks}

@@ -179,17 +179,18 @@ class Rounds:
     @contextmanager
     def on_all_processes(self) -> Iterator[None]:
         """Lets every process raise an error of memory or of torch that one of them meets within it."""
-        error: Exception | None = None
         try:
             yield
-        except (RuntimeError, MemoryError) as met:
-            error = met
-        if self.fabric.world_size > 1:
-            failed = _of_all_processes(self.fabric, self.w0.new_full((1,), error is not None))
-            if error is None and bool(failed.any()):
-                error = MemoryError("another process could not train its clients")
-        if error is not None:
-            raise error
+        except (RuntimeError, MemoryError):
+            self._any(True)
+            raise
+        if self._any(False):
+            raise MemoryError("another process could not train its clients")
+
+    def _any(self, failed: bool) -> bool:
+        """Returns whether one of several processes has failed; every one calls."""
+        several = self.fabric.world_size > 1
+        return several and bool(_of_all_processes(self.fabric, self.w0.new_full((1,), failed)).any())
 
     def together(self, drawn: Drawn, results: Tensors, n: int) -> Tensors:
         """Returns the first ``n`` rows of results of a round's clients, those of other processes included."""
@@ -214,9 +215,12 @@ class Rounds:
         """Returns the contexts of a round's clients as one, whose attributes that differ are ``(clients, 1)``."""
         keys = [(self.seed, ctx.stream, ctx.phase, k) for k, ctx in zip(drawn.clients, drawn.contexts, strict=True)]
         ctx = self.engine.together(drawn.contexts, like, Draws(keys, like.device, True))
-        if not self.objective.uses_class_counts:
-            return ctx
-        return replace(ctx, class_counts=torch.stack([source.class_counts(k) for k in drawn.clients]).to(like))
+        counts = self.class_counts(drawn, source, like) if self.objective.uses_class_counts else None
+        return replace(ctx, class_counts=counts)
+
+    def class_counts(self, drawn: Drawn, source: SampleStore, like: Tensor) -> Tensor:
+        """Returns the clients' numbers of samples of each class, ``(clients, classes)``."""
+        return torch.stack([source.class_counts(k) for k in drawn.clients]).to(like)
 
     def send(
         self, server: State, rows: Mapping[str, Tensor], met: Tensor, ctx: ClientContext

@@ -169,7 +169,7 @@ def _chosen(graph: GraphModule, node: Node) -> Node | None:
     mask: Any = node.args[0]
     fill = _filled(graph, mask) if mask.op == "get_attr" else _fill(graph, mask)
     chosen = None if fill is None else node.args[1 if fill else 2]
-    return chosen if isinstance(chosen, Node) and _form(chosen) == _form(node) is not None else None
+    return chosen if isinstance(chosen, Node) and _form(chosen) == _form(node) != () else None
 
 
 def _filled(graph: GraphModule, of: object) -> Any:
@@ -195,8 +195,9 @@ def _product(graph: GraphModule, node: Node) -> Node | None:
     one, two = node.args
     for factor, other in ((one, two), (two, one)):
         if (factor == 1 or _filled(graph, factor) == 1) and isinstance(other, Node):
-            same = _form(other) == _form(node) is not None
-            return other if same or (_kind(other) == _kind(node) and _serves(_empty(other), node)) else None
+            has, needs = _form(other), _form(node)
+            same = has == needs != ()
+            return other if same or (has[:2] == needs[:2] and _serves(_empty(other), node)) else None
     return None
 
 
@@ -210,7 +211,7 @@ def _serves(value: Tensor, instead: Node) -> bool:
             result = user.target(*given)  # type: ignore[operator]
         except RuntimeError:  # a view of memory that has gaps
             return False
-        if user.target in LINEAR and (result.shape, result.stride()) != _layout(user):
+        if user.target in LINEAR and (result.dtype, result.shape, result.stride()) != _form(user):
             return False
         if user.target in RESHAPES and not _serves(result, user):
             return False
@@ -228,23 +229,14 @@ def _unchanged(node: Node) -> Node | None:
     of, *arguments = node.args or (None,)
     if not isinstance(of, Node):
         return None
-    if node.target in VIEWS and _layout(node) == _layout(of) is not None:
+    if node.target in VIEWS and _form(node) == _form(of) != ():
         return of
     if node.target is of.target is aten.transpose.int and {*of.args[1:]} == {*arguments}:
         return of.args[0]  # type: ignore[return-value]
     return None
 
 
-def _form(node: Node) -> tuple[object, ...] | None:
+def _form(node: Node) -> tuple[object, ...]:
+    """Returns dtype, shape and strides of a node's value; nothing if it is no tensor."""
     value = node.meta.get("val")
-    return (value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else None
-
-
-def _kind(node: Node) -> tuple[torch.Size, torch.dtype] | None:
-    value = node.meta.get("val")
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
-
-
-def _layout(node: Node) -> tuple[torch.Size, tuple[int, ...]] | None:
-    value = node.meta.get("val")
-    return (value.shape, value.stride()) if isinstance(value, Tensor) else None
+    return (value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else ()

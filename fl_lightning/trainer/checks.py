@@ -127,9 +127,7 @@ def check_aggregation(run: Run) -> None:
         f"{objective.needs_rounds}; choose another algorithm, or rounds with trainer.clock.deadline_s",
     )
     m = run.data.num_clients - getattr(settings.sampler, "held_out", 0)
-    at_once, buffer = None, None
-    if settings.asynchronous is not None:
-        at_once, buffer = settings.asynchronous.concurrency, settings.asynchronous.buffer
+    at_once, buffer = (getattr(settings.asynchronous, name, None) for name in ("concurrency", "buffer"))
     ensure(
         at_once is None or at_once <= m,
         f"trainer.asynchronous.concurrency = {at_once}: only {m} of the clients take part; give at most {m}",

@@ -285,6 +285,17 @@ class Draws(FedAvg):
         return received.w + 0.01 * ctx.randn_like(received.w), client
 
 
+class CountsAndDraws(Counts):
+    """Counts what the server sends; that clients draw when it has counted, no record may do."""
+
+    def broadcast(self, server: State, ctx: Any) -> State:
+        self.steps += 1
+        return server
+
+    def local_end(self, w: Any, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w + 0.01 * ctx.randn_like(w)}, client
+
+
 class Keeps(FedAvg):
     """Keeps the model of the first contact, and what the server sent last; clients see them as vectors."""
 
@@ -322,6 +333,7 @@ swa.__name__ = "FedAvg"
         (Counts, 0, {}),
         (Looks, 0, {}),
         (Draws, 0, {}),
+        (CountsAndDraws, 0, {}),
         (Keeps, 1, {}),
         (Scheduled, 3, {}),
         (swa, 5, {}),

@@ -269,14 +269,12 @@ class EventLog(Callback):
     """Writes a line for each event; the columns are those of `Event`."""
 
     def on_fit_start(self, run: Run) -> None:
-        path = run.folder.path / EVENTS
         if run.fabric.is_global_zero:
-            records.drop_later_rounds(path, run.rounds_done)
+            records.drop_later_rounds(run.folder.path / EVENTS, run.rounds_done)
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
-        path = run.folder.path / EVENTS
         if run.fabric.is_global_zero:
-            records.append_rows(path, Event._fields, run.state.training["events"])
+            records.append_rows(run.folder.path / EVENTS, Event._fields, run.state.training["events"])
 
 
 class Results(Callback):

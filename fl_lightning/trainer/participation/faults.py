@@ -85,8 +85,7 @@ class Stragglers(Checked, key="trainer.faults.stragglers"):
     def speed(self, client: int, seed: int) -> float:
         """Returns the client's speed, in local steps for one of a client of speed 1."""
         draw = numpy_generator(seed, "speed", client)
-        speeds = self.speeds
-        return float(draw.lognormal(0.0, self.sigma) if speeds is None else draw.uniform(speeds[0], speeds[1]))
+        return float(draw.lognormal(0.0, self.sigma) if self.speeds is None else draw.uniform(*self.speeds))
 
     def steps(self, client: int, asked: int, seed: int) -> int:
         """Returns the number of local steps of a phase that count, at most ``asked``."""
@@ -162,9 +161,8 @@ class Corrupt(Checked, key="trainer.faults.corrupt"):
 
 
 @lru_cache(maxsize=4)
-def _chosen(n: int, m: int, *keys: int) -> frozenset[int]:
+def _chosen(n: int, m: int, seed: int, t: int) -> frozenset[int]:
     """Returns ``n`` of ``m`` clients, a function of seed and round."""
-    seed, t = keys
     return frozenset(numpy_generator(seed, "corrupt clients", t).choice(m, n, replace=False, shuffle=False).tolist())
 
 
