@@ -85,7 +85,8 @@ class Stragglers(Checked, key="trainer.faults.stragglers"):
     def speed(self, client: int, seed: int) -> float:
         """Returns the client's speed, in local steps for one of a client of speed 1."""
         draw = numpy_generator(seed, "speed", client)
-        return float(draw.lognormal(0.0, self.sigma) if self.speeds is None else draw.uniform(*self.speeds))
+        speeds = self.speeds
+        return float(draw.lognormal(0.0, self.sigma) if speeds is None else draw.uniform(speeds[0], speeds[1]))
 
     def steps(self, client: int, asked: int, seed: int) -> int:
         """Returns the number of local steps of a phase that count, at most ``asked``."""
