@@ -144,7 +144,12 @@ class Rounds:
         w0: The initial model, ``(d,)``.
         seed: Seed of the run.
         fabric: The processes; every one calls.
+
+    Attributes:
+        agreed: Whether all processes leave the program by an error that one of them has met.
     """
+
+    agreed = False
 
     def __init__(self, engine: BatchedEngine, w0: Tensor, seed: int, fabric: Fabric) -> None:
         self.engine, self.objective, self.w0, self.seed, self.fabric = engine, engine.objective, w0, seed, fabric
@@ -182,9 +187,11 @@ class Rounds:
         try:
             yield
         except (RuntimeError, MemoryError):
+            self.agreed = True
             self._any(True)
             raise
         if self._any(False):
+            self.agreed = True
             raise MemoryError("another process could not train its clients")
 
     def _any(self, failed: bool) -> bool:

@@ -80,7 +80,9 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
     except (RuntimeError, MemoryError) as error:
         # a part may decompose what is not finite; the next round runs by itself, without it or in smaller blocks
         unfit = is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
-        if not unfit:
+        # or else one of several processes would go on alone, and the others wait for it
+        agreed = run.fabric.world_size == 1 or (run.rounds is not None and run.rounds.agreed)
+        if not (unfit and agreed):
             raise
         trained, rows = [], {}
     if not trained:
@@ -154,6 +156,7 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     assert isinstance(engine, BatchedEngine)
     if run.rounds is None or run.rounds.engine is not engine:
         run.rounds = rounds_of(engine, store.w0, run.seed, run.fabric)
+    run.rounds.agreed = False
     drawn = [Drawn(of.clients, of.contexts, of.attendance.receivers, of.shares) for of in cohorts]
     while drawn:
         mine = [of.share(run.fabric.global_rank) for of in drawn]

@@ -212,6 +212,16 @@ class Full(SCAFFOLD):
         return super().local_end(w, client, received, ctx)
 
 
+class Crowded(Digits):
+    """The second process has no memory for the minibatches of a program."""
+
+    def minibatch_table(self, clients, *more):
+        several = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+        if several and len(clients) > 5:
+            raise MemoryError
+        return super().minibatch_table(clients, *more)
+
+
 class KilledIn(SCAFFOLD):
     """The second process is killed in the second program."""
 
@@ -382,6 +392,17 @@ def test_a_process_that_is_killed_in_a_program(folder: Path) -> None:
     assert int(state(newest(folder / "two"))["round"]) == 7
     resumed = run("fit", *args, "--ckpt_path=last", root=folder / "two", model="many.KilledIn")
     assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model="many.KilledIn")))
+
+
+@pytest.mark.slow
+def test_a_process_without_memory_for_a_program(folder: Path) -> None:
+    """Nobody waits for it."""
+    root = f"--trainer.default_root_dir={folder / 'two'}"
+    args = ["--model=SCAFFOLD", *DIGITS, "--data=many.Crowded", *PROGRAMS, *processes(2), root]
+    with group(2, "fit", *args, cwd=folder) as children:
+        said = [child.communicate(timeout=600)[1] for child in children]
+    assert [child.returncode for child in children] == [1, 1], said
+    assert "error: process 0 has lost another one" in said[0] and "MemoryError" in said[1]
 
 
 @pytest.mark.slow
