@@ -161,7 +161,7 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     while drawn:
         mine = [of.share(run.fabric.global_rank) for of in drawn]
         clients, contexts = ([each for of in mine for each in getattr(of, name)] for name in ("clients", "contexts"))
-        minibatches, states = run.minibatch_table(clients, contexts), _rows(run, drawn)
+        minibatches, states = run.minibatch_table(clients, contexts), _rows(run, cohorts[: len(drawn)])
         table = Table(states, store.inits, store.w0)
         with engine.checked():
             results = [*run.rounds.train(drawn, minibatches, server, table)]
@@ -176,21 +176,19 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     return [], {}
 
 
-def _rows(run: Run, rounds: Sequence[Drawn]) -> dict[int, State | None]:
+def _rows(run: Run, cohorts: Sequence[Cohort]) -> dict[int, State | None]:
     """Returns the states of the clients of some rounds, by id; None before first contact.
 
     A state that another process keeps is the client's only if this process is the first to train it.
     """
     store = run.clients
-    rows = {k: store.row(k) for drawn in rounds for k in drawn.clients}
+    rows = {k: store.row(k) for cohort in cohorts for k in cohort.clients}
     if not store.shared:
         return rows
     unknown = State.initial(store.inits, store.w0, store.w0)
     met = collectives.all_gather_dict(run.fabric, {k: row is not None for k, row in rows.items() if store.owns(k)})
     known = {k: rows[k] or unknown for k in rows if met[k]}
-    trainers = {
-        drawn.clients[p]: rank for drawn in reversed(rounds) for rank, share in enumerate(drawn.shares) for p in share
-    }
+    trainers = {k: rank for cohort in reversed(cohorts) for k, rank in cohort.trainers.items()}
     moves = {k: pair for k in known if (pair := (collectives.owner(k, store.processes), trainers[k]))[0] != pair[1]}
     received = collectives.exchange(run.fabric, moves, known, store.shapes, store.w0)
     return {k: State(received[k]) if k in received else known.get(k) for k in rows}

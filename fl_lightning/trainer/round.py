@@ -63,7 +63,7 @@ class Round:
         self.attended, self.arrivals = list[Attendance](), list[Arrivals]()
         self.bits = self.steps = self.passes = 0
         self.training_s = 0.0
-        self._clock, self._callback_s = Stopwatch(), run.callback_s
+        self._watch, self._callback_s = Stopwatch(), run.callback_s
 
     def train(self, engine: Engine) -> Round:
         """Runs all phases.
@@ -132,7 +132,7 @@ class Round:
             **divergences(run, self.diverged is not None),
             **(run.timing.metrics(run.metrics, self.attended) if run.timing else {}),
             **(self.cohort.flight.metrics() if self.cohort.flight else {}),
-            **self._clock.spent(run, self.cohort, self.bits, self.steps, self.passes, self.training_s, callback_s),
+            **self._watch.spent(run, self.cohort, self.bits, self.steps, self.passes, self.training_s, callback_s),
         }
 
 
