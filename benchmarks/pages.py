@@ -34,7 +34,6 @@ from fl_lightning.flatness import random_plane, surface
 from fl_lightning.flatness.plots import Scale, draw_contour
 from fl_lightning.results import load_yaml, write_table
 from fl_lightning.results.metrics import markdown, read_metrics
-from fl_lightning.results.rows import Store, extract
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, RUNS = ROOT / "docs", ROOT / "runs" / "pages"
@@ -385,56 +384,6 @@ def draw_robustness() -> None:
         figure.savefig(DOCS / "robustness.png", dpi=150)
 
 
-# docs/measuring.md: critical sharpness beside lambda_max
-
-CRITICAL = (
-    "FedAvg", "FedProx", "FedAvgM", "SCAFFOLD", "FedCM", "FedDyn", "FedSAM", "FedASAM", "MoFedSAM", "FedGAMMA",
-    "FedSMOO", "FedSpeed", "FedLESAM", "FedLESAMD", "FedGF", "FedGloSS", "FedGMT", "FedNSAM", "FedSWA", "FedMoSWA",
-    "FedTOGA", "FedScar",
-)  # fmt: skip
-
-
-KINDS = [f"critical_sharpness{end}" for end in ("", "_server", "_clients", "_own")]
-
-
-def correlations(rows: Sequence[Row]) -> None:
-    """Prints the rank correlations of lambda_max with the kinds of critical sharpness; an empty cell is infinite."""
-    from scipy.stats import spearmanr
-
-    for name in KINDS:
-        pairs = [(float(row["lambda_max"]), float(row[name] or math.inf)) for row in rows]
-        print(f"{name}: {spearmanr(*zip(*pairs, strict=True)).statistic:.2f}")
-
-
-def measured(name: str, args: str, rounds: int) -> Row:
-    """lambda_max and the kinds of critical sharpness after the last round of a run."""
-    metrics = "[{class_path:LambdaMax,init_args:{tol:1.0e-3}},{class_path:CriticalSharpness,init_args:{clients:10}}]"
-    monitor = f"[{{class_path:FlatnessMonitor,init_args:{{every_n_rounds:{rounds},metrics:{metrics}}}}}]"
-    args += f" --trainer.eval_every {rounds} --trainer.eval_last 1 --trainer.loggers null --trainer.callbacks"
-    found = read_metrics(trained(f"critical {name}", args, monitor.replace(":", ": ")) / "metrics.csv")
-    last = {key: found.get(f"flatness/{key}", [(0, "")])[-1][1] for key in ("lambda_max", *KINDS)}
-    return {"method": name, **{key: str(value) for key, value in last.items()}}
-
-
-def critical() -> None:
-    """Prints the rank correlations over the final models of algorithms with their defaults."""
-    correlations([measured(name, f"{DEFAULTS} {name}", 200) for name in CRITICAL])
-
-
-def critical_rows(*methods: str) -> None:
-    """The same over the digits' rows at alpha 0.05 with seed 0, which are trained again; all are docs/critical.csv."""
-    store, rows = Store(ROOT / "ledger/digits"), list[Row]()
-    for line in store.matching("alpha_0.05/*/seed_0"):
-        if not methods or line["method"] in methods:
-            folder = RUNS / "rows" / line["row"].replace(" ", "_")
-            if not folder.exists():
-                extract(store.files(line), folder)
-            rows.append(measured(line["method"], f"--config {folder}/config.yaml", 1000))
-    if not methods:
-        write_table(DOCS / "critical.csv", rows[0], (row.values() for row in rows))
-    correlations(rows)
-
-
 # docs/theory.md: what examples/theory.py writes
 
 
@@ -490,7 +439,7 @@ def notebooks(*names: str) -> None:
 
 
 PAGES: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (algorithms, clock, compression, robustness, critical, critical_rows, gallery, notebooks)
+    f.__name__: f for f in (algorithms, clock, compression, robustness, gallery, notebooks)
 }
 
 if __name__ == "__main__":

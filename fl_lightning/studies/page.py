@@ -19,7 +19,7 @@ from fl_lightning.studies.suite import Suite, about_of
 
 FEW = 4
 """Most groups whose curves are drawn; of more, a reader cannot tell one from another."""
-SHOWN = ("mean", "target_round")
+SHOWN = ("mean", "target_round", "flatness/critical_sharpness")
 """Statistics that the page has beside the suite's measures; `compare` has all."""
 LEGEND = (
     "*Seeds* is the number of those in the means; seeds that have *collapsed*, as the suite says it, are named and "

@@ -154,15 +154,6 @@ def test_a_sweep_of_bad_clients_becomes_rows_and_figure(docs: Path) -> None:
     assert drawn(docs / "robustness.png")
 
 
-@pytest.mark.long
-def test_rank_correlations_of_critical_sharpness(docs: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(pages, "CRITICAL", ("FedAvg", "FedDyn", "FedScar"))
-    pages.critical()
-    assert "critical_sharpness_server: " in capsys.readouterr().out
-    pages.critical_rows("FedDyn", "FedGMT")  # rows of the ledger, trained again
-    assert "critical_sharpness: 1.00" in capsys.readouterr().out
-
-
 def test_the_curvature_at_equal_loss_lies_between_two_measurements() -> None:
     run = [{"train_loss": loss, "lambda_max": value} for loss, value in (("0.4", "1"), ("0.1", "4"), ("0.05", "9"))]
     assert pages.at_loss(run, 0.2) == pytest.approx(2) and pages.at_loss(run, 0.01) != pages.at_loss(run, 0.01)

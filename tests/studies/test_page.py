@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from fl_lightning.studies import tuning
 from fl_lightning.studies.page import page
 from fl_lightning.studies.profiles import scores
 from tests.studies.test_claims import BASE, BETTER, made
+from tests.studies.test_store import DOCS
 
 
 def table(text: str) -> dict[str, list[str]]:
@@ -89,3 +92,17 @@ def test_the_page_has_scores_and_the_front_of_what_was_tried(tmp_path: Path) -> 
 def test_a_target_that_nobody_reaches_has_no_scores(tmp_path: Path) -> None:
     made(tmp_path, {"c/A": BETTER, "c/B": BASE}, name="small 1", targets={"c": 0.99})
     assert "score" not in page([tmp_path / "rows"])[0]
+
+
+def test_critical_sharpness_orders_methods_much_as_lambda_max_does() -> None:
+    """The rank correlations in docs/measuring.md are those of the digits' page."""
+    means: dict[str, dict[str, list[list[float]]]] = {}
+    for row in json.loads((DOCS / "ledger/digits.json").read_text()):
+        pair = [row["lambda_max"], row["critical_sharpness"]]
+        means.setdefault(row["column"], {}).setdefault(row["method"], []).append(pair)
+    found = {name: spearmanr([np.mean(pairs, axis=0) for pairs in of.values()]).statistic for name, of in means.items()}
+    shown = {name: round(value, 2) for name, value in found.items()}
+    text = " ".join((DOCS / "measuring.md").read_text().split())
+    assert f"alpha 0.05 have a rank correlation of {shown['alpha_0.05']}, " in text
+    assert f"those at alpha 0 and 100 one of {shown['alpha_0']} and {shown['alpha_100']}." in text
+    assert f"means of the {len(means['alpha_0.05'])} methods" in text
