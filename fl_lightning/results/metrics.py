@@ -173,6 +173,8 @@ Columns = Mapping[str, Pairs]
 """Values by metric and round."""
 LARGEST = 2**63 - 1
 NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|inf|nan)", re.IGNORECASE)
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""First characters of what a spreadsheet takes for a formula."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,11 +239,11 @@ def read_numbers(path: Path, what: str, *whole: str) -> tuple[list[str], list[di
         UserError: If the file is no such table.
     """
     head, *rows = _numbers(path, what, *whole)
-    return [*head], rows
+    return head, [{n: v for n, v in zip(head, row, strict=True) if v is not None} for row in rows]
 
 
-def _numbers(path: Path, what: str, *whole: str) -> Iterator[dict[str, float]]:
-    """Yields a mapping of the columns, in their order, and then the rows; see `read_numbers`."""
+def _numbers(path: Path, what: str, *whole: str) -> Iterator[list[Any]]:
+    """Yields the head, and then the rows, with None for an empty cell; see `read_numbers`."""
     line = 1
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -249,15 +251,17 @@ def _numbers(path: Path, what: str, *whole: str) -> Iterator[dict[str, float]]:
             head = next(rows, [])
             if absent := [name for name in whole if name not in head]:
                 raise ValueError(f"no column named {absent[0]}")
-            yield dict.fromkeys(head, 0.0)
+            yield head
+            reads, places = [int if name in whole else float for name in head], [head.index(name) for name in whole]
             for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
                 if len(row) != len(head):
                     raise ValueError(f"{len(row)} cells, not {len(head)}")
-                cells = zip(head, row, strict=True)
-                found = {n: int(cell) if n in whole else float(cell) for n, cell in cells if cell or n in whole}
-                for name in whole:
-                    if not -LARGEST <= found[name] <= LARGEST:
-                        raise ValueError(f"{name} beyond {LARGEST}")
+                found: list[Any] = [
+                    read(cell) if cell or read is int else None for read, cell in zip(reads, row, strict=True)
+                ]
+                for place in places:
+                    if not -LARGEST <= found[place] <= LARGEST:
+                        raise ValueError(f"{head[place]} beyond {LARGEST}")
                 yield found
     except IsADirectoryError:
         raise UserError(f"{path}: a folder; give the table of {what} in it") from None
@@ -275,13 +279,17 @@ def read_metrics(path: str | Path) -> dict[str, Series]:
     Raises:
         UserError: If the file is no table of numbers by round.
     """
-    rows, found = _numbers(Path(path), "metrics", "round"), dict[str, Series]()
-    next(rows)
+    rows = _numbers(Path(path), "metrics", "round")
+    head = next(rows)
+    found, place = [Series() for _ in head], head.index("round")
+    to = [(series.rounds.append, series.values.append) for series in found]
     for row in rows:
-        at = int(row.pop("round"))
-        for name, value in row.items():
-            found.setdefault(name, Series()).append(at, value)
-    return found
+        now = row[place]
+        for (add_round, add_value), value in zip(to, row, strict=True):
+            if value is not None:
+                add_round(now)
+                add_value(value)
+    return {name: series for name, series in zip(head, found, strict=True) if series and name != "round"}
 
 
 def read_run(folder: Path | None) -> dict[str, Series]:
@@ -330,13 +338,15 @@ def write_table(path: Path, head: Iterable[Any], rows: Iterable[Iterable[Any]]) 
 def table_text(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """Returns a table as CSV; text that a spreadsheet would take for a formula gets a quote before it."""
     text = StringIO()
-    csv.writer(text).writerows([[_plain(cell) for cell in row] for row in (head, *rows)])
+    csv.writer(text).writerows(
+        [_plain(cell) if isinstance(cell, str) and cell[:1] in FORMULA else cell for cell in row]
+        for row in (head, *rows)
+    )
     return text.getvalue()
 
 
-def _plain(cell: Any) -> Any:
-    formula = isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r") and not NUMBER.fullmatch(cell)
-    return f"'{cell}" if formula else cell
+def _plain(cell: str) -> str:
+    return cell if NUMBER.fullmatch(cell) else f"'{cell}"
 
 
 def markdown(lines: Iterable[Iterable[str]]) -> str:

@@ -97,7 +97,8 @@ def values(metric: str, pairs: Pairs, rounds: int, eval_last: int, last: int | N
     """
     if last is None and metric.startswith("flatness/"):
         return [pairs[-1][1]]
-    recent = [value for at, value in pairs if at > rounds - (last or last_rounds(rounds, eval_last))]
+    before = rounds - (last or last_rounds(rounds, eval_last))
+    recent = [value for at, value in pairs if at > before]
     return recent if recent or last else [pairs[-1][1]]
 
 
