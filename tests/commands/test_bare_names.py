@@ -52,7 +52,7 @@ def classes() -> dict[str, list[str]]:
     return {name: ["--trainer.faults=Faults", *args] if "faults." in args[0] else args for name, args in found.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_class_by_its_bare_name(tmp_path: Path) -> None:
     """A name that no import has made known is an error of the parser; a lack of arguments is none of the name."""
     named = classes()

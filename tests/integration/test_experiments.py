@@ -83,7 +83,7 @@ def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     assert own == {**made.trainer.config, "trainer": {**made.trainer.config["trainer"], "callbacks": []}}
 
 
-@pytest.mark.sampled(quick=27, slow=4, start=1)
+@pytest.mark.sampled(quick=27, slow=8, start=1)
 @pytest.mark.parametrize("file", FILES, ids=path)
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 def test_experiment_trains(file: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

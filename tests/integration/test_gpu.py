@@ -140,7 +140,7 @@ def test_verdict_of_a_nan_is_no() -> None:
     assert verdict([0.1, 0.2], 1.0) == {"ok": True, "difference": 0.2}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

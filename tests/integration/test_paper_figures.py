@@ -127,7 +127,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(quick=18, slow=4)
+@pytest.mark.sampled(quick=18, slow=12)
 @pytest.mark.parametrize("figure", DRAWN, ids=name)
 def test_dry_run_says_what_a_figure_is(
     figure: PaperFigure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -70,7 +70,7 @@ def test_dry_run_without_data_of_unknown_shape(
     assert reason.startswith("no estimate for Cityscapes: data.data_dir = 'data/cityscapes': ")
 
 
-@pytest.mark.sampled(slow=10)
+@pytest.mark.sampled(slow=30)
 @pytest.mark.slow
 @pytest.mark.parametrize("table", sorted({(cell.paper, cell.table) for cell in find()}), ids=" ".join)
 def test_dry_run_of_every_table(

@@ -179,6 +179,7 @@ def test_valid_and_without_an_outside_address(page: Path) -> None:
     assert len(text) < 1.5e6
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_tables(page: Path) -> None:
     found = Page(page.read_text())
     runs, shown = files(reported(page))

@@ -131,6 +131,7 @@ def test_a_removed_row_takes_nothing_from_the_others(study: Path, copy: Path) ->
     assert [line["row"] for line in Store(copy).lines] == ["FedSAM/seed_1"]
 
 
+@pytest.mark.slow
 def test_processes_that_add_at_once_lose_nothing(study: Path, tmp_path: Path) -> None:
     for k, (method, seed) in enumerate(SEEDS):
         shutil.copytree(run_of(study, method, seed), tmp_path / str(k) / method / f"seed_{seed}" / "version_0")
@@ -407,7 +408,9 @@ def test_the_draw_of_rows_to_check_follows_the_seed(copy: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", renew.LEDGER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "digits")) for name in renew.LEDGER]
+)
 def test_pages_of_the_docs_are_those_of_the_ledger(name: str) -> None:
     head, sections, numbers = page([LEDGER / name])
     text = (DOCS / "ledger" / f"{name}.md").read_text()
@@ -451,7 +454,7 @@ def test_settings_that_rows_of_the_ledger_lack_are_at_defaults_that_are_known() 
                         assert defaults[key] == SINCE.get(key), (store.folder.name, method, key)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_page_of_claims_is_that_of_the_ledger() -> None:
     text, numbers = claims.page(LEDGER / "claims.yaml")
     shown = (DOCS / "ledger" / "claims.md").read_text()

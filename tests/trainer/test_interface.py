@@ -109,7 +109,7 @@ def test_two_machines(two_machines: list[str], tmp_path: Path) -> None:
     assert_same(there, state(run("fit", root=tmp_path / "one", model="SCAFFOLD")))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrong_interface_ends_both_machines(two_machines: list[str], tmp_path: Path) -> None:
     """In a line of each, and without waiting for each other."""
     said = on_two(two_machines, tmp_path, 1, **dict.fromkeys(environment.INTERFACES, "none0"))

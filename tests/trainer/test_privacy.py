@@ -288,6 +288,7 @@ def test_epsilon_of_one_release_by_hand() -> None:
     assert Accountant(**twice, releases=2).epsilon(30) > Accountant(**twice).epsilon(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poisson", [True, False])
 def test_small_epsilons_have_a_useful_noise(poisson: bool) -> None:
     """At most that of the mechanism without sampling; epsilon falls with the noise."""

@@ -150,6 +150,7 @@ class Normed(nn.Sequential):
         super().__init__(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
+@pytest.mark.long
 def test_audit_finds_statistics_of_the_clients_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exported statistics of BatchNorm, which the server averages with noise, or estimates without."""
     x, y = np.linspace(0, 0.1, 16).reshape(4, 1, 2, 2), np.arange(4) % 2
