@@ -3,7 +3,7 @@
 import csv
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, cast
@@ -131,8 +131,16 @@ def _tie(best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return fmean(apart) <= (stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0)
 
 
-def front(store: Path) -> list[dict[str, Any]]:
-    """Returns the settings in the table of a store that no other ones surpass in both accuracy and lambda_max."""
-    lines = [line for of in read(store).values() for line in of if line[FLAT]]
+def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:
+    """Returns the settings of some methods, of the table of a store, that no others of them surpass in both measures.
+
+    Args:
+        store: The store.
+        methods: The methods.
+
+    Returns:
+        Lines of the table, the most accurate first.
+    """
+    lines = [line for method, of in read(store).items() if method in methods for line in of if line[FLAT]]
     best = profiles.front([(float(line[METRIC]), -float(line[FLAT])) for line in lines])
     return sorted((lines[k] for k in best), key=lambda line: -float(line[METRIC]))

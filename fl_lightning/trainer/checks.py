@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.parts.base import check_owners
-from fl_lightning.core import Inputs, UserError, ensure, generator, map_tensors, named_tensors, variance_needed
+from fl_lightning.core import Inputs, UserError, ensure, folded, generator, map_tensors, named_tensors, variance_needed
 from fl_lightning.trainer.run import Run
 
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
@@ -151,7 +151,7 @@ def check_aggregation(run: Run) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{(str(error) or type(error).__name__).splitlines()[0]:.80}"
+    return folded((str(error) or type(error).__name__).splitlines()[0], 150)
 
 
 def _remedy(error: Exception, otherwise: str) -> str:

@@ -213,7 +213,7 @@ def shows(message: str, *parts: str) -> None:
             "give a JSON",
         ),
         # the net and the data
-        ("--model.net=HsuCNN", "model.net = ", "HsuCNN", "choose a net for this data"),
+        ("--model.net=HsuCNN", "model.net = ", "HsuCNN", "but got 1 channels instead); choose a net for this data"),
         ("--model.net.num_classes=5", "model.net = ", "DigitsMLP", "set its num_classes to 10"),
         ("--model.init_weights=none.pt", "model.init_weights = ", "none.pt", "give a state_dict"),
         ("--model.init_weights=garbage.ckpt", "model.init_weights = ", "garbage.ckpt", "give a state_dict"),
