@@ -365,5 +365,5 @@ def main(out: Path) -> list[Row]:
 
 
 if __name__ == "__main__":
-    for found in main(Path(sys.argv[1])):
+    for found in main(Path(*sys.argv[1:2] or ["theory"])):
         print(*found, sep="; ")
