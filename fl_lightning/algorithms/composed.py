@@ -88,7 +88,7 @@ class Composed(Hooks):
 
     def client_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that a client keeps."""
-        own = {name: init for owner in self._owners for name, init in owner.client_state.items()}
+        own = {name: _as_kept(init) for owner in self._owners for name, init in owner.client_state.items()}
         return {**own, **(self.optimizer.named_state if self.optimizer.keeps_state else {})}
 
     def scratch_inits(self) -> dict[str, Init]:
@@ -244,6 +244,11 @@ def _all_of(masks: Iterable[Tensor | None]) -> Tensor | None:
     """Returns where all masks are true; None: there is no mask."""
     found = [mask for mask in masks if mask is not None]
     return reduce(torch.logical_and, found) if found else None
+
+
+def _as_kept(init: Init) -> Init:
+    """Returns an initial value of the dtype of the weights, in which clients' rows are kept."""
+    return (lambda w0: init(w0).to(w0.dtype)) if callable(init) else init
 
 
 def _is_model(init: Init, probe: Tensor) -> bool:

@@ -17,7 +17,8 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 
 Init: TypeAlias = str | float | Callable[[Tensor], Tensor]
 """Initial value: ``"zeros"``, ``"w0"`` (the initial model) or ``"w"`` (the model of the first contact) for a vector
-``(d,)``; a number for a scalar ``(1,)``; a function of the initial model for anything else."""
+``(d,)``; a number for a scalar ``(1,)``; a function of the initial model for anything else. What a client keeps has the
+dtype of the weights."""
 
 
 Upload: TypeAlias = dict[str, Tensor]
@@ -73,7 +74,7 @@ class State(Mapping[str, Tensor]):
 
     def finite(self) -> Tensor:
         """Returns whether every value is finite, as a tensor: the host waits for a GPU only when it reads it."""
-        each = [is_finite(v) for v in self._values.values()]
+        each = [is_finite(v).all() for v in self._values.values()]
         return torch.stack(each).all() if each else torch.tensor(True)
 
     @classmethod

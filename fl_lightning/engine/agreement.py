@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import State, UserError, WithoutCasts, accumulator_dtype, folded
 from fl_lightning.engine.base import Engine, Job, LocalResult
+from fl_lightning.engine.record import DEPENDS
 
 Expected = dict[str, tuple[Tensor, float]]
 """What leaves a local training, by name: the value, and the largest tolerated distance from it."""
@@ -248,7 +249,7 @@ class _NoValues(ContextDecorator, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in VALUES:
-            raise RuntimeError("Python code depends on values of tensors, as if, float() and item() do")
+            raise RuntimeError(DEPENDS)
         return func(*args, **(kwargs or {}))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,6 +24,7 @@ Tensors = Mapping[str, Tensor]
 Values = tuple[Tensor, ...]
 NOTHING: Tensors = MappingProxyType({})
 aten = torch.ops.aten
+DEPENDS = "Python code depends on values of tensors, as if, float() and item() do"
 
 
 class Numbers:
@@ -154,7 +156,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
         known = [self._nodes[x].meta["constant"] for x in tensors if x in self._nodes]
         if not all(known) and torch.Tag.data_dependent_output in func.tags:
-            raise RuntimeError("Python code depends on values of tensors, as if, float() and item() do")
+            raise RuntimeError(DEPENDS)
+        if torch.Tag.dynamic_output_shape in func.tags:  # Python sees the shape
+            masks = [x for x in tensors[1:] if x.dtype == torch.bool]
+            self.look_at(masks if func is aten.index.Tensor else tensors)
         out = func(*given[0], **given[1])
         node = self.graph.call_function(func, *tree_map_only(Tensor, self._node_of, given))
         # torch.tensor(number), and what is computed with it
@@ -165,6 +170,19 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._nodes[value] = of = self.graph.call_function(getitem, (node, i)) if several else node
                 of.meta = {**form(value), "constant": constant and value.numel() == 1}
         return out
+
+    def look_at(self, values: Iterable[Tensor]) -> None:
+        """Notes that Python code depends on values of tensors, which must not depend on the inputs.
+
+        Raises:
+            RuntimeError: If they do.
+        """
+        nodes, seen = [self._nodes[x] for x in values if x in self._nodes], set[Node]()
+        while nodes:
+            if (node := nodes.pop()).op == "placeholder":
+                raise RuntimeError(DEPENDS)
+            nodes += [of for of in node.all_input_nodes if of not in seen]
+            seen |= {*node.all_input_nodes}
 
     def _node_of(self, value: Tensor) -> Node:
         """Returns the node of a tensor; one that is no input and no result is part of the record."""
@@ -180,6 +198,19 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns the record, with these tensors as its outputs."""
         self.graph.output(tuple(map(self._node_of, outputs)))
         return GraphModule(self.root, self.graph)
+
+
+class Looks(TorchFunctionMode):
+    """Tells a recording which values Python looks at past it, as arrays of NumPy and as lists."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.numpy, Tensor.__array__, Tensor.tolist) and not UNRECORDED.get():
+            self.recording.look_at(args[:1])
+        return func(*args, **(kwargs or {}))
 
 
 def form(value: Tensor) -> dict[str, Any]:
@@ -204,7 +235,7 @@ def trace(
     recording = Recording(named)
     torch.set_autocast_cache_enabled(False)  # what it has cast before is no input
     try:
-        with recording:
+        with recording, Looks(recording):
             outputs = [*function(named, now)]
     finally:
         torch.set_autocast_cache_enabled(cached)

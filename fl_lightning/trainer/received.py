@@ -217,7 +217,7 @@ def culprit(values: Mapping[str, Tensor], flat: FlatSpec) -> str:
         values: Tensors by name; at least one is not finite.
         flat: Layout of the tensors that have d numbers.
     """
-    name = next(name for name, v in values.items() if not bool(is_finite(v)))
+    name = next(name for name, v in values.items() if not bool(is_finite(v).all()))
     return f"{name}, first in {flat.not_finite(values[name])}" if values[name].shape == (flat.d,) else name
 
 

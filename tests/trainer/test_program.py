@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.loggers.logger import Logger
@@ -278,6 +279,33 @@ class Looks(FedAvg):
         return server.replace(w=uploads.weighted("w") * (1.01 if float(uploads.mean("w")[0]) > 0 else 0.99))
 
 
+class LooksAtAnArray(FedAvg):
+    """Looks at values of the server's state by NumPy, and in broadcast as a list."""
+
+    def broadcast(self, server: State, ctx: Any) -> State:
+        return server.replace(w=server.w * (1 + 1e-3 * max(server.w.tolist())))
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        return server.replace(w=torch.from_numpy(np.clip(uploads.weighted("w").numpy(), -0.3, 0.3)))
+
+
+class LooksAtALength(FedAvg):
+    """Counts the weights that move far."""
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        step = uploads.weighted("w") - sent.w
+        far = len(step[step.abs() > 1e-3]) + len((step < -1e-3).nonzero())
+        return server.replace(w=sent.w + step * far / len(step))
+
+
+class Masked(FedAvg):
+    """Leaves out the weights of a mask that is always the same."""
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        mask, w = torch.arange(len(sent.w)) % 3 > 0, uploads.weighted("w")
+        return server.replace(w=w + 1e-3 * w[mask].mean() / len(mask.nonzero()) + mask[:5].tolist()[1])
+
+
 class Draws(FedAvg):
     """Draws before its first step."""
 
@@ -332,6 +360,9 @@ swa.__name__ = "FedAvg"
     [
         (Counts, 0, {}),
         (Looks, 0, {}),
+        (LooksAtAnArray, 0, {}),
+        (LooksAtALength, 0, {}),
+        (Masked, 1, {}),
         (Draws, 0, {}),
         (CountsAndDraws, 0, {}),
         (Keeps, 1, {}),

@@ -176,6 +176,61 @@ def test_a_model_may_be_declared_by_a_function(parts: list[str], tmp_path: Path)
     assert one.objective.models == other.objective.models
 
 
+# State of other shapes and dtypes
+
+
+class Remembers(FedAvg):
+    """The server keeps its last steps as a matrix, and sends margins for the loss; clients count in another dtype."""
+
+    client_state: Mapping[str, Any] = {"rounds": lambda w0: torch.zeros(1, dtype=torch.int64)}
+    server_state: Mapping[str, Any] = {
+        "steps": lambda w0: w0.new_zeros(3, len(w0)),
+        "margins": lambda w0: w0.new_zeros(CLASSES),
+    }
+    down = ("w", "margins")
+    factor = 1.0
+
+    def loss_constants(self, client: State, received: State, ctx: Any) -> tuple[Tensor, ...]:
+        return (received.margins,)
+
+    def losses(self, logits: Tensor, target: Tensor, *margins: Tensor) -> Tensor:
+        return super().losses(logits + margins[0], target)
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w * (1 + client.rounds / 100)}, client.replace(rounds=client.rounds + 1 / 3)
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        steps = torch.cat([server.steps[1:], (uploads.weighted("w") - sent.w)[None]])
+        return server.replace(
+            w=sent.w + steps.mean(0), steps=steps * self.factor, margins=server.margins + steps[-1, :CLASSES]
+        )
+
+
+def test_state_of_other_shapes_and_dtypes(tmp_path: Path) -> None:
+    """What a client keeps has the dtype of the weights from the first contact on, in programs of rounds, too."""
+    first, *others = [
+        fit(Remembers(net()), tmp_path, engine=engine, max_rounds=8, eval_every=9, **more)
+        for engine, more in (
+            ("sequential", {}),
+            ("sequential", {"client_memory": 0.0}),
+            ("batched", {}),
+            ("graphed", {}),
+        )
+    ]
+    assert {row.rounds.dtype for row in first.clients.rows().values()} == {torch.float64}
+    for run in others:
+        torch.testing.assert_close({**run.server}, {**first.server}, rtol=1e-12, atol=1e-12)
+        for k, row in run.clients.rows().items():
+            assert torch.equal(row.rounds, first.clients.rows()[k].rounds)
+
+
+def test_a_matrix_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model = Remembers(net())
+    model.factor = torch.inf
+    with pytest.raises(UserError, match=r"not finite .steps"):
+        fit(model, tmp_path)
+
+
 # Losses that differ in their tensors
 
 
