@@ -468,7 +468,7 @@ def test_rows_say_whether_they_are_thinned(study: Path) -> None:
     assert not any("thinned" in line for line in Store(study / "rows").lines)
 
 
-def test_one_row_of_a_store_that_has_stood_for_years() -> None:
+def test_one_row_of_the_ledger_reads_as_it_was_made() -> None:
     (row,) = located(LEDGER / "digits" / "alpha_0.05" / "FedAvg" / "seed_0")
     assert headline(row, "server/test/acc") == pytest.approx(0.9746, abs=1e-4)
     assert config_text(yaml.safe_load((row / "config.yaml").read_text())) == (row / "config.yaml").read_text()
