@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-LONG = ("test_docs.py", "test_experiments.py", "test_gpu.py")
+LONG = ("test_docs.py", "test_experiments.py", "test_gpu.py", "test_readme.py")
 """Files whose tests take minutes; they begin first, so that no process waits for one at the end."""
 
 

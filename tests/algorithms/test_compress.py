@@ -114,7 +114,8 @@ def test_transcription(given: dict[str, Any], golden: Golden) -> None:
     assert found.state.total_bits == bits and ("Compress.w" in found.clients.shapes) is remembers
 
 
-@pytest.mark.sampled(quick=11, slow=7)
+@pytest.mark.slow
+@pytest.mark.sampled(slow=7)
 @each_method
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, FedAdamW, FedMuon])
 def test_engines_agree(algorithm: Any, given: dict[str, Any], golden: Golden) -> None:

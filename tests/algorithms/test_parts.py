@@ -153,7 +153,8 @@ def same(a: Run, b: Run, places: float = 0.0) -> None:
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=places)
 
 
-@pytest.mark.sampled(quick=4, slow=4, start=1)
+@pytest.mark.slow
+@pytest.mark.sampled(slow=4, start=1)
 @pytest.mark.parametrize("part", [TopK(0.05), Personal(["3.*"]), Slot()])
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD])
 def test_engines_agree(part: Part, algorithm: Any, tmp_path: Path) -> None:

@@ -295,6 +295,7 @@ def test_mistake_is_one_line(arg: str, says: str) -> None:
     assert exit.value.code == f"error: {says}"
 
 
+@pytest.mark.slow
 def test_missing_files_are_not_needed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

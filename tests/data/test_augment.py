@@ -171,7 +171,7 @@ def net(side: int = 6) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(2 * side * side, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"granularity": "batch", "window": 4}], ids=["samples", "batches, window"])
 def test_engines_agree(options: dict[str, Any], tmp_path: Path) -> None:
     """Clients of one to five steps, the last minibatch short; both passes of SAM see one batch, so does the teacher."""

@@ -376,6 +376,7 @@ def test_fl_sam_draws_as_the_official_loop(classes, n, clients, alpha):
     assert max(tried) > 1
 
 
+@pytest.mark.slow
 def test_fl_sam_of_very_many_classes_ends():
     y = np.arange(12_000) % 2_000
     with pytest.raises(UserError, match=r"alpha = 0.5: 250 draws gave no group .*; use fewer clients or Dirichlet$"):

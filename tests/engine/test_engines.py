@@ -152,6 +152,7 @@ def test_shapes(options: dict[str, Any], tmp_path: Path) -> None:
         assert_close(train(tmp_path, objective(), engine, **options), sequential)
 
 
+@pytest.mark.slow
 def test_a_module_at_two_places(tmp_path: Path) -> None:
     """Nor does a measure of flatness leave other weights in it."""
     monitor = FlatnessMonitor(every_n_rounds=1, metrics=[LambdaMax(iterations=2)])
@@ -276,6 +277,7 @@ class Convolved(nn.Module):
         return self.rest(y)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 @pytest.mark.parametrize("name", ["FedGMT", "MOON"])  # one teacher for all, and one for each
 def test_teachers_compute_in_the_precision_of_the_run(name: str, engine: str, tmp_path: Path) -> None:

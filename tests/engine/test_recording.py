@@ -52,7 +52,7 @@ def by_torch(
     return make_fx(flat)(*named.values())
 
 
-@pytest.mark.sampled(quick=20, slow=5)
+@pytest.mark.sampled(quick=60, slow=5)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_step_and_round_is_recorded_as_torch_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -54,7 +54,7 @@ def flat() -> dict[str, Tensor]:
     return {name: value.detach() for name, value in net.state_dict().items()}
 
 
-@pytest.mark.sampled(quick=71, slow=29, start=3)
+@pytest.mark.sampled(quick=213, slow=29, start=3)
 @pytest.mark.parametrize(("name", "engine", "start", "precision"), CASES)
 def test_no_right_run_is_refused(name: str, engine: str, start: str, precision: str, tmp_path: Path) -> None:
     def objective(init_weights: dict[str, Tensor] | str | None = None) -> LocalObjective:

@@ -579,6 +579,7 @@ class HeavyBall(ServerUpdate):
         return super().__call__(server, delta, ctx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sequential", "graphed"])
 def test_what_the_server_s_parts_keep_is_a_warning(name: str, tmp_path: Path) -> None:
     found = {

@@ -79,7 +79,8 @@ def softmax_regression() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(27, 3)).double()
 
 
-@pytest.mark.sampled(quick=6, slow=2)
+@pytest.mark.slow
+@pytest.mark.sampled(slow=2)
 @pytest.mark.parametrize("loss", [CE, mse, of_tanh])
 @pytest.mark.parametrize("make", [mlp, cnn])
 @pytest.mark.parametrize("kind", [gauss_newton, fisher])

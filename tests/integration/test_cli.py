@@ -100,6 +100,7 @@ def test_append_adds_to_what_null_stands_for() -> None:
     assert [measure.class_path.rpartition(".")[2] for measure in measures] == [*default, "LPF"]
 
 
+@pytest.mark.slow
 def test_the_arguments_that_began_a_run_continue_it(tmp_path: Path) -> None:
     """What they append is in the run's config already."""
     appended = [
@@ -297,7 +298,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) -> None:
     data = str(yaml.safe_load(config.read_text()).get("data"))

@@ -80,7 +80,8 @@ def assert_same(a: Trained, b: Trained) -> None:
     assert metrics(a.run.folder.path) == metrics(b.run.folder.path)
 
 
-@pytest.mark.sampled(quick=116, slow=29, start=5)
+@pytest.mark.slow
+@pytest.mark.sampled(slow=29, start=5)
 @pytest.mark.parametrize("engine", ["sequential", *BATCHED])
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path: Path) -> None:
@@ -106,7 +107,8 @@ def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path:
     assert_same(trained, fit(tmp_path / "cpu", objective(name), engine=engine, max_rounds=3, local_steps=4))
 
 
-@pytest.mark.sampled(quick=3, slow=2)
+@pytest.mark.slow
+@pytest.mark.sampled(slow=2)
 @pytest.mark.parametrize("engine", ["sequential", *BATCHED])
 def test_neither_copies_nor_waits_in_a_step(engine: str, tmp_path: Path) -> None:
     base, steps, clients, evaluated = (
@@ -251,7 +253,7 @@ MEASURES: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-@pytest.mark.sampled(quick=8)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 @pytest.mark.parametrize("name", MEASURES)
 def test_flatness_on_a_device(name: str, kind: str, tmp_path: Path) -> None:

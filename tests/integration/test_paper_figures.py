@@ -127,7 +127,8 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(quick=18, slow=12)
+@pytest.mark.slow
+@pytest.mark.sampled(slow=12)
 @pytest.mark.parametrize("figure", DRAWN, ids=name)
 def test_dry_run_says_what_a_figure_is(
     figure: PaperFigure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -144,6 +145,7 @@ def test_dry_run_says_what_a_figure_is(
     assert figure.draws == "partition" or re.search(r"\d+ runs?, about", rest[-1])
 
 
+@pytest.mark.slow
 def test_all_drawings_of_a_figure_and_one_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +158,7 @@ def test_all_drawings_of_a_figure_and_one_of_them(
         cli("reproduce", "fedsam", "fig3b")
 
 
+@pytest.mark.slow
 def test_picture_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also which settings are not the paper's; and a partition needs no run."""
     monkeypatch.chdir(tmp_path)

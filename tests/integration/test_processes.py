@@ -327,10 +327,10 @@ SHARED = [[0, 1, 2, 3, 4], [5, 1], [0, 5, 3], [1, 2, 5]]
 @pytest.mark.parametrize(
     ("model", "cohorts", "more"),
     [
-        ("FedSMOO", SHARED, ()),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("FedSMOO", SHARED, ()),
                 ("FedAvg", [*SHARED, [5], *SHARED], ()),
                 ("SCAFFOLD", SHARED, ["--trainer.engine=batched"]),
                 ("FedDyn", SHARED, UNEVEN),

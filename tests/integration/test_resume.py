@@ -99,6 +99,7 @@ def test_same_bits(name: str, tmp_path: Path) -> None:
     assert [at for at, _ in metrics(whole)["client/train/loss"]] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FedASAM", "FedGF"])
 def test_the_chosen_engine_goes_on_without_a_check(name: str, tmp_path: Path) -> None:
     """Nothing has been computed before its first record."""
@@ -246,6 +247,7 @@ def test_longer_run_goes_on(tmp_path: Path) -> None:
     assert metrics(longer) == before
 
 
+@pytest.mark.slow
 def test_an_average_begins_again_if_it_had_begun_too_early(tmp_path: Path) -> None:
     """At three quarters of 4 rounds, and of 8: until then the model itself is evaluated."""
 

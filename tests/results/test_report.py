@@ -210,6 +210,7 @@ def test_numbers_are_those_of_the_tables(page: Path) -> None:
         assert {k: v for table in tables for k, v in table.items() if k not in ("lr", "seeds")} == written
 
 
+@pytest.mark.slow
 def test_everything_a_run_folder_holds(page: Path) -> None:
     text = page.read_text()
     found = Page(text)

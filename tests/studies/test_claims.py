@@ -116,6 +116,7 @@ def test_a_claim_is_seen_only_where_the_runner_up_agrees(tmp_path: Path) -> None
     assert (found[0], found[-1]) == ("**seen**", "one setting each")
 
 
+@pytest.mark.slow
 def test_the_columns_of_a_claim_are_tested_together(tmp_path: Path) -> None:
     """A difference with p = 0.046 is seen alone, and not as the smallest of five."""
     weak = [b + by for b, by in zip(BASE, (0.02, 0.01, 0.003, 0.012, 0.002), strict=True)]

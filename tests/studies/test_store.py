@@ -100,6 +100,7 @@ def test_bytes_of_a_store_are_those_of_its_rows(study: Path, tmp_path: Path) -> 
         assert (tmp_path / "rows" / name).read_bytes() == (study / "rows" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Path, tmp_path: Path) -> None:
     """As when two branches have added rows; a row with other weights is refused."""
     store = Store(copy)

@@ -64,6 +64,7 @@ class Guess(Callback):
         run.log({"server/test/acc": self.value})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accuracies", "doubts"),
     [

@@ -79,6 +79,7 @@ def test_what_cannot_be_reproduced_says_so(table: tuple[Any, ...], reason: str) 
     assert found == [] and any(given.startswith(reason) for given in reasons), reasons
 
 
+@pytest.mark.slow
 def test_every_table_has_runs_or_a_reason() -> None:
     for paper, table in dict.fromkeys((cell.paper, cell.table) for cell in find()):
         cells = select(paper, table)
@@ -88,6 +89,7 @@ def test_every_table_has_runs_or_a_reason() -> None:
         assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow
 def test_number_of_cells_that_are_known() -> None:
     cells = find()
     assert sum(why_not(cell) is None for cell in cells) == 2079
@@ -101,6 +103,7 @@ def test_number_of_cells_that_are_known() -> None:
     }
 
 
+@pytest.mark.slow
 def test_declared_numbers_are_the_papers() -> None:
     found = [(declared(cell), cell.value) for cell in find() if declared(cell) is not None]
     assert len(found) == 44

@@ -197,6 +197,7 @@ def test_times_by_hand(tmp_path: Path) -> None:
 MINI: dict[str, Any] = {"batch_size": 2, "local_steps": 3, "sampler": UniformSampler(2), "durations": (2.0,) * 4}
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

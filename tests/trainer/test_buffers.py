@@ -372,6 +372,7 @@ class Stop(Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_resume(golden: Golden, policy: Any) -> None:
     """From other first values in the net, too: they are in the checkpoint."""

@@ -159,7 +159,8 @@ def test_stildeam_against_its_definition(golden: Golden, tmp_path: Path) -> None
     torch.testing.assert_close(ours.flat.vector(ours.net), w, rtol=0, atol=1e-6)
 
 
-@pytest.mark.sampled(quick=4, slow=2, start=1)
+@pytest.mark.slow
+@pytest.mark.sampled(slow=2, start=1)
 @pytest.mark.parametrize("name", ["FedAvg", "FedSAM", "FedASAM", "STildeAM"])
 def test_command_line_of_centralized(tmp_path: Path, name: str, capsys: Any) -> None:
     """Same data, names of metrics, callbacks; SWA's average is what is evaluated."""

@@ -163,6 +163,7 @@ def test_each_hook_is_called_once_a_round(tmp_path: Path) -> None:
     assert [at for at, _ in metrics(due.folder.path)["flatness/lambda_max"]] == [5]
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_spent(tmp_path: Path) -> None:
     options: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 3.0}
     open_ended = trainer(tmp_path / "open", privacy=GaussianPrivacy(**options), max_rounds=LAST)

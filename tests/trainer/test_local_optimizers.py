@@ -264,7 +264,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
-@pytest.mark.sampled(quick=3, slow=4, start=1)
+@pytest.mark.slow
+@pytest.mark.sampled(slow=4, start=1)
 @pytest.mark.parametrize("kept", ["reset", "keep"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_optimizer_of_ones_own_resumes_to_the_same_bits(engine: str, kept: str, folder: Path) -> None:

@@ -47,6 +47,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run("fit", *args.split(), root=root / "runs", model="SCAFFOLD")
 
 
+@pytest.mark.slow
 def test_a_row_a_round(logged: Path) -> None:
     with (logged / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -181,6 +181,7 @@ def resumed(golden: Golden, folder: Path, name: str = "last", **options: Any) ->
     return private(golden, ckpt_path=str(copy / f"checkpoints/{name}.ckpt"), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [GaussianPrivacy, AdaptivePrivacy])
 def test_newest_checkpoint_replays_its_noise(kind: Any, golden: Golden) -> None:
     """With unchanged settings, to the bit; the key is the checkpoint's."""
@@ -207,7 +208,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGED)
 def test_anything_else_has_new_noise(change: str, golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
     folder = broken_off(golden, 2)
@@ -229,6 +230,7 @@ def test_another_learning_rate_has_new_noise(golden: Golden) -> None:
         assert run.aggregation.noise_key is not None and run.aggregation.noise_key.secret.hex() != key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["nothing", "a sample", "a device", "a line of code"])
 def test_noise_depends_on_samples_code_and_files(
     what: str, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -307,6 +309,7 @@ class Public(FigureLogger):
     log_figure = log_clients
 
 
+@pytest.mark.slow
 def test_loggers_that_publish_get_what_is_protected(golden: Golden) -> None:
     """The run folder has everything; a run that a public seed makes is not private."""
     of = {seed: Public() for seed in (None, 1)}
@@ -337,6 +340,7 @@ def test_extreme_numbers_are_one_line(kind: Any, options: dict[str, Any]) -> Non
         kind(**{"noise_multiplier": 1.0, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [GaussianPrivacy, AdaptivePrivacy])
 @pytest.mark.parametrize(
     "options", [{"clip": 1e-12}, {"clip": 1e12}, {"noise_multiplier": 1e6}, {"noise_multiplier": 1e-6}], ids=str

@@ -113,7 +113,7 @@ def test_values(engine: str, tmp_path: Path) -> None:
     assert_equal(together, alone)
 
 
-@pytest.mark.sampled(quick=5, slow=3, start=1)
+@pytest.mark.sampled(quick=14, slow=3, start=1)
 @pytest.mark.parametrize("engine", ["batched", "graphed"])
 @pytest.mark.parametrize(
     ("name", "number"),

@@ -390,6 +390,7 @@ def test_a_round_that_diverges_in_its_first_phase_is_left_out(golden: Golden) ->
     assert_same(record.server[3], record.server[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "privacy",
     [GaussianPrivacy(0.5, 1.0, delta=0.1, noise_seed=1), AdaptivePrivacy(0.5, 1.0, delta=0.1, noise_seed=1)],

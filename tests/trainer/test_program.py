@@ -34,7 +34,7 @@ ALGORITHMS = [
 ]
 ONE_BY_ONE = {"FedScar", "FedScarl", "NaiveFedGloSS"}
 """Algorithms whose rounds have two phases, or whose server sums over what all clients keep."""
-QUICK = {("FedSMOO", "graphed"), ("FedGMT", "batched"), ("FedAdam", "graphed"), ("NaiveFedGloSS", "batched")}
+QUICK = {("FedSMOO", "graphed"), ("FedGMT", "batched")}
 
 
 class Rounds(Callback):
@@ -122,7 +122,7 @@ FAILING: dict[str, dict[str, Any]] = {
 """Ways in which fewer clients answer than are asked, or as many as the sampler likes."""
 
 
-@pytest.mark.sampled(slow=31, quick=3)
+@pytest.mark.sampled(slow=31, quick=4)
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -142,6 +142,7 @@ def test_rounds_of_fewer_clients(name: str, how: str, tmp_path: Path, monkeypatc
     assert len({*metrics(runs[0].folder.path)["client/steps"]}) > 1
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("stop_s", [0.1, 1.0, 2.7, 4.0])
 def test_a_program_ends_when_the_clock_does(stop_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
@@ -197,6 +198,7 @@ class Ends(Callback):
         run.should_stop = run.rounds_done == self.rounds
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     ("ends", "eval_every", "expected"),
     [(99, 1, [4, 8, 12, 16, 20, 24, 26]), (99, 26, [4, 8, 12, 16, 20, 24, 26]), (7, 26, [4, 7]), (8, 26, [4, 8])],
@@ -214,6 +216,7 @@ def test_flatness_is_measured_in_the_same_rounds_with_the_same_models(
     check_same(*runs)
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(("ends", "measured"), [(99, [8, 16, 24, 26]), (21, [8, 16, 21]), (16, [8, 16]), (8, [8])])
 def test_a_pseudo_gradient_needs_the_round_before_only(
     ends: int, measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -355,6 +358,7 @@ def swa(net: Any, **more: Any) -> FedAvg:
 swa.__name__ = "FedAvg"
 
 
+@pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(
     ("make", "records", "more"),
     [
@@ -414,6 +418,7 @@ def test_parts_with_bits_of_their_own(method: Any, tmp_path: Path, monkeypatch: 
     check_same(*runs)
 
 
+@pytest.mark.slow
 def test_checkpoints_by_time_fall_between_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They cut no program, and change no bit; the last round is always saved."""
     runs = []
@@ -440,6 +445,7 @@ def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pyt
     check_same(resumed, train(tmp_path, fl.SCAFFOLD))
 
 
+@pytest.mark.slow
 def test_what_an_interruption_undoes_may_lie_beyond_the_last_checkpoint(tmp_path: Path) -> None:
     """Rounds 21 to 25 are undone, whose rows are in the log."""
     with pytest.raises(KeyboardInterrupt):
@@ -508,6 +514,7 @@ def test_all_needs_are_tested() -> None:
     assert [need for need in program.NEEDS if need in LACKING] == [*LACKING]
 
 
+@pytest.mark.slow
 def test_a_program_takes_half_of_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round shows how long one takes; an hour is enough for all the others that nobody needs."""
     run = train(tmp_path, FedAvg, seen := Rounds(), max_rounds=9, max_time="00:01:00:00")

@@ -382,6 +382,7 @@ def test_complex_numbers_of_a_net_are_refused() -> None:
         FedAvg(net)
 
 
+@pytest.mark.slow
 def test_a_run_with_numbers_of_numpy_goes_on(tmp_path: Path) -> None:
     """Also within no_grad: else a loop over np.arange(5) would leave checkpoints that nothing reads."""
 
@@ -404,6 +405,7 @@ class Detached(nn.Linear):
         return super().forward(x.flatten(1)).detach()
 
 
+@pytest.mark.slow
 def test_a_run_trains_whatever_the_mode_of_its_caller(tmp_path: Path) -> None:
     settings = {"max_rounds": 1, "clients_per_round": 2, "default_root_dir": str(tmp_path), "callbacks": []}
     torch.manual_seed(0)

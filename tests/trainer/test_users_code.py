@@ -112,6 +112,7 @@ class ByHand(FedAvg):
         return grad(w + 0.05 * g / (g.norm(dim=-1, keepdim=True) + 1e-12)), client
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("engine", ["sequential", "graphed"])
 def test_passes_of_an_algorithm_of_ones_own_are_counted(engine: Any, tmp_path: Path) -> None:
     """So the clock refuses the same clients, from the first round on."""
@@ -275,6 +276,7 @@ class Halves(Callback):
         run.objective.ascent.rho *= self.factor  # type: ignore[union-attr]
 
 
+@pytest.mark.sampled(quick=6, start=5)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 @pytest.mark.parametrize(("rhos", "factors"), [((0.4, 0.8), (0.5, 0.5)), ((0.4, 0.4), (0.5, 0.25))])
 def test_a_callbacks_setting_acts_on_its_run_among_parallel_ones(
