@@ -162,7 +162,8 @@ class BatchedEngine(Engine):
         ensure(
             all(map(torch.equal, before, self._global_states())),
             f"trainer.engine = {self.name}: a hook of {type(self.objective).__name__} draws from torch's global "
-            "generator; draw by ctx.randn_like(v) or ctx.draw(function), or use sequential",
+            "generator; draw by ctx.randn_like(v) or ctx.draw(function), hooks of the server from a torch.Generator "
+            "that they seed with ctx.t, or use sequential",
         )
 
     def _global_states(self) -> list[Tensor]:

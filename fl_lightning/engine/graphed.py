@@ -11,14 +11,9 @@ from fl_lightning.data.minibatches import Block
 from fl_lightning.engine.base import Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
-from fl_lightning.engine.record import NOTHING, Numbers, Stage, Tensors, alike, composed, stage
+from fl_lightning.engine.record import NOTHING, REFUSED, Numbers, Stage, Tensors, alike, composed, stage
 from fl_lightning.engine.replay import CudaGraph, Program, Record, Records, Replay, compiled, loop, plain_settings
 from fl_lightning.engine.simplify import Known, called_directly, simplified
-
-REFUSED = (
-    "trainer.engine = graphed: a hook draws random numbers in a local step, which the record would repeat; draw them "
-    "in local_start or local_end, or use batched or sequential"
-)
 
 
 class GraphedEngine(BatchedEngine):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fl_lightning.core import ClientContext
+from fl_lightning.core import ClientContext, ensure
 from fl_lightning.core.flat import UNRECORDED
 
 Tensors = Mapping[str, Tensor]
@@ -25,6 +25,10 @@ Values = tuple[Tensor, ...]
 NOTHING: Tensors = MappingProxyType({})
 aten = torch.ops.aten
 DEPENDS = "Python code depends on values of tensors, as if, float() and item() do"
+REFUSED = (
+    "trainer.engine = graphed: a hook draws random numbers in a local step, which the record would repeat; draw them "
+    "in local_start or local_end, or use batched or sequential"
+)
 
 
 class Numbers:
@@ -48,7 +52,15 @@ class Numbers:
         Args:
             value: The function.
             others: What it meets in an operation; as Python's numbers, it takes the dtype of a scalar tensor.
+
+        Raises:
+            UserError: If there are more such inputs than `MOST`.
         """
+        ensure(
+            len(self.values) < self.MOST,
+            f"trainer.engine = graphed: hooks compute with ctx.t more than {self.MOST} times in one local step; "
+            "compute what depends on it once, or use batched or sequential",
+        )
         self.values.append(value)
         dtypes = {x.dtype for x in others if isinstance(x, Tensor) and x.is_floating_point() and not x.ndim}
         number = self.inputs[len(self.values) - 1]
@@ -152,6 +164,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if UNRECORDED.get():
             return func(*args, **(kwargs or {}))
         fresh, given = func is aten.lift_fresh.default, (args, kwargs or {})
+        ensure(not any(isinstance(x, torch.Generator) for x in tree_leaves(given)), REFUSED)
         func = aten.lift_fresh_copy.default if fresh else func  # else what is written into it stays in the record
         tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
         known = [self._nodes[x].meta["constant"] for x in tensors if x in self._nodes]

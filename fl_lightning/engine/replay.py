@@ -66,9 +66,17 @@ class Records:
 
 def plain_settings(parts: Iterable[object], inputs: Iterable[Tensor]) -> tuple[Any, ...]:
     """Returns the plain attributes of objects on which a record depends, without those that are its inputs."""
-    given, plain = {id(value) for value in inputs}, (Number, str, tuple, NoneType, Tensor)  # which equals itself only
+    given = {id(value) for value in inputs}
     values = [value for part in parts if part is not None for value in vars(part).values()]
-    return tuple(value for value in values if isinstance(value, plain) and id(value) not in given)
+    return tuple(value for value in values if _is_plain(value) and id(value) not in given)
+
+
+def _is_plain(value: object) -> bool:
+    """Returns whether a value is a number, text, None, a tensor, which equals itself only, or a tuple without lists."""
+    try:
+        return isinstance(value, (Number, str, tuple, NoneType, Tensor)) and bool({value})
+    except TypeError:  # of what a tuple holds
+        return False
 
 
 class Compiled:

@@ -288,6 +288,38 @@ SAME = ("InPlaceGradient",)
 """Those that give the same on all engines."""
 
 
+class OfTheRound(LocalObjective):
+    def local_step(self, w: Tensor, grad: Any, client: Any, received: Any, ctx: Any) -> Any:
+        return sum((ctx.t * grad(w) for _ in range(33)), torch.zeros_like(w)), client
+
+
+class Seeded(LocalObjective):
+    """Draws the same numbers in each step."""
+
+    def local_step(self, w: Tensor, grad: Any, client: Any, received: Any, ctx: Any) -> Any:
+        noise = torch.randn(w.shape[-1], generator=torch.Generator().manual_seed(0), dtype=w.dtype)
+        return grad(w) + noise, client
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (OfTheRound, "hooks compute with ctx.t more than 32 times in one local step"),
+        (Seeded, "a hook draws random numbers in a local step, which the record would repeat"),
+    ],
+)
+def test_what_no_record_holds(kind: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, kind(net=Small()), "graphed", max_rounds=2)
+
+
+def test_a_tuple_may_hold_a_list(tmp_path: Path) -> None:
+    objectives = [Held(net=Small(), optimizer=SGD(0.1)) for _ in range(2)]
+    for objective in objectives:
+        objective.layers = (1, [2])  # type: ignore[assignment]
+    assert_close(*(train(tmp_path, it, name) for it, name in zip(objectives, ("graphed", "sequential"), strict=True)))
+
+
 @pytest.mark.sampled(quick=8, slow=2, start=1)
 @pytest.mark.parametrize("engine", ["batched", "graphed"])
 @pytest.mark.parametrize("wrong", WRONG)
