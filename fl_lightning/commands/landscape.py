@@ -80,6 +80,8 @@ def run(
     what = "a plane goes through two checkpoints more, or through the models of three clients"
     require(kind != "plane" or three, "compare", list(compare), what)
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
+    of_checkpoints = "a perturbation is that of checkpoints; leave clients out, or draw a surface"
+    require(kind != "perturbation" or not clients, "clients", list(clients), of_checkpoints)
     check_no_buffers(model)
     model.check_global_model("a landscape")
     loaded = trainer.load(model, data, ckpt_path, clients=kind == "trajectory" or bool(clients))

@@ -688,6 +688,10 @@ def test_fedgmt_has_a_fourth_path(tmp_path: Path) -> None:
         (["flatness", "--ckpt_path=nowhere.ckpt", "--config=CONFIG"], "nowhere.ckpt: no such file"),
         (["landscape", "--ckpt_path=CKPT", "--kind=plane"], "compare = []: a plane goes through two checkpoints more"),
         (["landscape", "--ckpt_path=CKPT", "--kind=plane", "--clients=[1]"], "or through the models of three clients"),
+        (
+            ["landscape", "--ckpt_path=CKPT", "--kind=perturbation", "--clients=[1]"],
+            "a perturbation is that of checkpoi",
+        ),
         (["landscape", "--ckpt_path=CKPT", "--clients=[77]"], "clients = 77: from 0 to 5"),
         (["landscape", "--ckpt_path=CKPT", "--labels=[a,b]"], "labels = ['a', 'b']: give a name for each model, none"),
         (["landscape", "--ckpt_path=CKPT", "--points=1"], "points = 1: give a whole number from 2 to 10,000"),
