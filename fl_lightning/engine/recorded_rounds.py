@@ -104,15 +104,17 @@ class RecordedRounds(Rounds):
             server.w.device,
             accumulator_dtype(server.w.device),
         )
-        for drawn, record, named, ctx, inputs in zip(rounds, records, arrays, contexts, numbers.unbind(), strict=True):
+        n = [len(drawn.clients) for drawn in rounds]
+        places = torch.split(table.places([k for drawn in rounds for k in drawn.clients]), n)
+        each = zip(rounds, records, arrays, contexts, numbers.unbind(), places, strict=True)
+        for drawn, record, named, ctx, inputs, where in each:
             started, values = time.perf_counter(), {**named, **prefixed("server", server)}
             rows, values["met"] = table.take(named["places"])
             values |= {**prefixed("row", rows), **prefixed("t", dict(zip(record.stages, inputs.unbind(), strict=True)))}
             self._replay(drawn, record, values, ctx)
             server = State({name: values[f"server.{name}"] for name in server})
-            n, (down, up) = len(drawn.clients), record.bits
-            table.put(table.places(drawn.clients), {name: v[:n] for name, v in below("row", values).items()})
-            bits = drawn.receivers * down + n * up
+            table.put(where, {name: v[: len(where)] for name, v in below("row", values).items()})
+            bits = drawn.receivers * record.bits[0] + len(where) * record.bits[1]
             yield Trained(server, values["numbers"], bits, time.perf_counter() - started)
 
     def _arrays(
@@ -129,7 +131,7 @@ class RecordedRounds(Rounds):
         samples = [float(sum(ctx.n_k for ctx in drawn.contexts)) for drawn in rounds]
         counts = [[ctx.n_k for ctx in drawn.padded(most).contexts] for drawn in rounds]
         there = [[place < len(drawn.clients) for place in range(most)] for drawn in rounds]
-        places = torch.stack([table.places(share.clients) for share in padded])
+        places = table.places([k for share in padded for k in share.clients]).view(len(padded), width)
         return [
             {
                 "places": where,
