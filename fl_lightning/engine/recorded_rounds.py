@@ -74,6 +74,8 @@ class RecordedRounds(Rounds):
 
     MOST = 8
     """Maximum number of records of one program."""
+    KEPT = 32
+    """Maximum number of settings whose records are kept; the oldest are dropped first."""
     COMPARED = (1, 10, 100, 1000)
     """Programs whose record is compared with a new one, of their last round."""
 
@@ -167,6 +169,8 @@ class RecordedRounds(Rounds):
         shapes = tuple((n, v.shape[n[:6] == "block." :], v.dtype) for n, v in first.items())
         objects = self.objective, self.objective.optimizer, self.objective.loss, *self.objective.all_parts
         known = self._records.setdefault((shapes, plain_settings(objects, []), contexts[0].rounds, contexts[0].m), [])
+        if len(self._records) > self.KEPT:
+            del self._records[next(iter(self._records))]
         found, before, self._programs = list[RoundRecord](), len(known), self._programs + 1
         try:
             for ctx, named in zip(contexts, arrays, strict=True):

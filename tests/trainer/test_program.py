@@ -388,6 +388,25 @@ def test_which_rounds_are_recorded(
     assert recorded(together) == records
 
 
+class Slower(Callback):
+    """Halves the weight of the proximal term after some rounds, so that rounds are recorded anew."""
+
+    def needs_round(self, t: int) -> bool:
+        return t % 5 == 4
+
+    def on_round_end(self, run: Run) -> None:
+        if run.rounds_done % 5 == 0:
+            run.objective.mu /= 2  # type: ignore[operator]
+
+
+def test_records_of_settings_that_are_gone_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedRounds, "KEPT", 2)
+    together = train(tmp_path, fl.FedProx, Slower())
+    assert recorded(together) == 2
+    one_by_one(monkeypatch)
+    check_same(together, train(tmp_path, fl.FedProx, Slower()))
+
+
 class Positive(Part):
     """A bit travels for each positive number."""
 
