@@ -12,7 +12,7 @@ from fl_lightning.trainer import program
 from fl_lightning.trainer.callbacks import Checkpoints
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.engine_choice import choose_engine
-from fl_lightning.trainer.measurements.clients import evaluate
+from fl_lightning.trainer.measurements.clients import evaluate_round
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import Interruption, unbroken_output
@@ -64,23 +64,16 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = (), 
     run.note(metrics)
     evaluated = run.evaluates(run.rounds_done)
     if evaluated:
-        _evaluate(run, losses)
+        evaluate_round(run, losses)
     run.call("on_round_end", but=("on_round_start", "on_local_end") if is_program else ())
     if run.stops():  # so this round is the last one
         if not evaluated:
-            _evaluate(run, losses)
+            evaluate_round(run, losses)
         run.call("on_last_round")
     logged = run.write_metrics()
     run.call("on_round_logged", logged)
     for checkpoints in (each for each in run.callbacks if isinstance(each, Checkpoints)):
         checkpoints.save(run, logged)
-
-
-def _evaluate(run: Run, losses: Sequence[float]) -> None:
-    for split in ("val", "test") if run.data.val_fraction else ("test",):
-        run.note(evaluate(run, split))
-    for logger in run.own_loggers if losses and run.fabric.is_global_zero else ():
-        logger.log_clients("client/train/loss", losses, run.rounds_done)
 
 
 def train(

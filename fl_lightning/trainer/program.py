@@ -1,9 +1,10 @@
 """Consecutive rounds as one program, where nobody looks at the run between them."""
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 import torch
 
@@ -15,10 +16,13 @@ from fl_lightning.engine.rounds import Drawn, Table, Trained
 from fl_lightning.trainer.aggregation.base import Mean
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers.base import TAKEN_BACK
+from fl_lightning.trainer.measurements.clients import evaluate_round
 from fl_lightning.trainer.round import Stopwatch, divergences
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
+SHOWN_S = 0.5
+"""Seconds after which a program ends with the next round that is evaluated."""
 MEMORY = 1 << 28
 """Maximum number of bytes of the states of server and clients that a program holds."""
 
@@ -49,17 +53,23 @@ def lacking(run: Run) -> list[str]:
 def length(run: Run) -> int:
     """Returns how many rounds may run as one program, from the next one on, in a run that has all of `NEEDS`.
 
-    The first round of a process is none: hooks make their caches in it. A program ends with a round that is evaluated,
-    or at whose end a callback needs the run, before one of which a callback needs the local models, and takes no more
-    than half of the time that is left, at the pace of the last round.
+    The first round of a process is none: hooks make their caches in it. A program ends with a round at whose end a
+    callback needs the run, before one of which a callback needs the local models, and takes no more than half of the
+    time that is left, at the pace of the last round and its evaluation. If it takes long, or if there are several
+    processes, it ends with a round that is evaluated.
     """
     possible = run.rounds_done > run.first_round and not run.should_stop and not lacking(run)
-    most = TAKEN_BACK * possible
-    if most and run.settings.max_time is not None:
-        pace = run.metrics.get("time/round_s", math.inf)
-        most = min(most, int((run.settings.max_time - run.elapsed) / 2 / pace))
+    most, pace = TAKEN_BACK * possible, run.metrics.get("time/round_s", math.inf)
     ahead = range(run.rounds_done, run.rounds_done + most)
-    n = sum(1 for _ in takewhile(lambda t: not run.needs_round(t), ahead))
+    spent = [*accumulate(pace + (run.evaluation_s if run.evaluates(t + 1) else 0.0) for t in ahead)]
+    if run.settings.max_time is not None:
+        ahead = ahead[: bisect(spent, (run.settings.max_time - run.elapsed) / 2)]
+
+    def goes_on(t: int) -> bool:
+        is_shown = run.fabric.world_size > 1 or spent[t - run.rounds_done] > SHOWN_S
+        return not (run.needs_round(t) or (is_shown and run.evaluates(t + 1)))
+
+    n, most = sum(1 for _ in takewhile(goes_on, ahead)), len(ahead)
     n += n < most and not run.needs_local_models(run.rounds_done + n)
     return run.fabric.broadcast(n) if run.settings.deterministic else n
 
@@ -67,8 +77,9 @@ def length(run: Run) -> int:
 def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
     """Trains the next rounds if they may run as one program: with the same bits as one by one.
 
-    Cohorts and minibatches are drawn ahead. All rounds but the last one are logged, and no hook is called. The program
-    ends before a round with a result that is not finite, or without clients.
+    Cohorts and minibatches are drawn ahead. All rounds but the last one are evaluated, if that is due, and logged; no
+    hook is called but `on_round_logged` of those that are evaluated. The program ends before a round with a result that
+    is not finite, or without clients.
 
     Returns:
         Metrics of the last round, and the training loss of each client; None: it has trained nothing.
@@ -107,7 +118,12 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
         if i == last:
             break
         run.note(metrics)
-        run.write_metrics()
+        with watch.paused():
+            if evaluated := run.evaluates(run.rounds_done):
+                evaluate_round(run, losses.tolist())
+            logged = run.write_metrics()
+            if evaluated:
+                run.call("on_round_logged", logged)
         if first and run.should_stop and i + 1 < last:  # by a logger: the next round is the last one
             last = i + 1
     if first:

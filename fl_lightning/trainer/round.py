@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -147,6 +148,14 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done within it does not count."""
+        at, cpu_at = time.perf_counter(), time.process_time()
+        yield
+        self._started += time.perf_counter() - at
+        self._cpu_started += time.process_time() - cpu_at
 
     def spent(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -181,6 +182,7 @@ class Run:
         restored: Content of that checkpoint, without the clients' rows, which would lie in memory twice.
         folder: The run's folder; of a restored run, that of the checkpoint.
         callback_s: Seconds spent in callbacks.
+        evaluation_s: Seconds of the last evaluation; infinite before the first.
         saved_rounds: Rounds done when a checkpoint was last written.
     """
 
@@ -252,7 +254,8 @@ class Run:
         self.first_round, self.restored = 0, dict[str, Any]()
         self.first_settings = objective.named_settings()
         self.should_stop = self._stopped = False
-        self.saved_rounds, self.callback_s, self._opened = -1, 0.0, time.monotonic()
+        self.saved_rounds, self._opened = -1, time.monotonic()
+        self.callback_s, self.evaluation_s = 0.0, math.inf
 
     def __repr__(self) -> str:
         """Returns name, size and progress."""
@@ -431,8 +434,14 @@ class Run:
         self.callback_s += time.perf_counter() - started
 
     def needs_round(self, t: int) -> bool:
-        """Returns whether round ``t``, from 0, is evaluated, is the last one, or a callback needs it."""
-        return self.evaluates(t + 1) or t + 1 >= self.max_rounds or any(c.needs_round(t) for c in self.callbacks)
+        """Returns whether round ``t``, from 0, is the last one, a callback needs it, or it is evaluated and seen.
+
+        Of evaluated rounds those are seen in which clients' own models are evaluated, and all of a run with a callback
+        that sees local training in some rounds.
+        """
+        seen = self.objective.personal or any(c.overrides("on_round_start", "on_local_end") for c in self.callbacks)
+        evaluated = seen and self.evaluates(t + 1)
+        return evaluated or t + 1 >= self.max_rounds or any(c.needs_round(t) for c in self.callbacks)
 
     def needs_local_models(self, t: int) -> bool:
         """Returns whether a callback is called before and in local training of round ``t``, from 0."""

@@ -266,10 +266,12 @@ def test_the_rounds_that_a_callback_needs(callback: Callback, rounds: list[int])
 
 
 def test_the_rounds_that_a_run_needs(tmp_path: Path) -> None:
-    """Those of its callbacks, those that are evaluated, and the last one."""
+    """Those of its callbacks, the last one, and with a callback that sees local training those that are evaluated."""
     quiet = trainer(tmp_path, FlatnessMonitor(4, metrics=[LambdaMax()]), Checkpoints(100), max_rounds=13, eval_last=2)
     run = quiet.start(model(), data())
     assert [t for t in range(13) if run.needs_round(t)] == [3, 4, 7, 9, 11, 12]
+    run.callbacks = [Checkpoints(100)]
+    assert [t for t in range(13) if run.needs_round(t)] == [12]
 
 
 def test_a_run_whose_end_fails_is_closed(tmp_path: Path) -> None:

@@ -52,11 +52,17 @@ class Rounds(Callback):
             raise KeyboardInterrupt
 
 
+@pytest.fixture(autouse=True)
+def ends_with_evaluated_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it depends on the clock."""
+    monkeypatch.setattr(program, "SHOWN_S", 0.0)
+
+
 def train(
     root: Path, make: Any = FedAvg, *callbacks: Callback, resume: Any = None, parts: Any = (), **more: Any
 ) -> Run:
     torch.manual_seed(0)
-    of_data = {name: more.pop(name) for name in ("batch_size", "stream") if name in more}
+    of_data = {name: more.pop(name) for name in ("batch_size", "stream", "val_fraction") if name in more}
     trainer = FederatedTrainer(
         callbacks=[*callbacks, *([] if any(isinstance(c, Checkpoints) for c in callbacks) else [Checkpoints(11)])],
         **{
@@ -183,6 +189,23 @@ def test_evaluated_rounds_are_programs_and_those_whose_local_models_are_needed_a
     check_same(*runs)
     alone = {t: torch.stack([w for of, w in found[1].models if of == t]) for t in (5, 19)}
     assert all(torch.equal(torch.stack([w for of, w in found[0].models if of == t]), v) for t, v in alone.items())
+
+
+@pytest.mark.parametrize("engine", ["batched", "graphed"])
+def test_a_short_program_goes_on_after_evaluated_rounds(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows, with what is measured of held-out data, are those of single rounds; callbacks see them, too."""
+    monkeypatch.setattr(program, "SHOWN_S", math.inf)
+    runs, lengths, of_run = [], list[int](), program.length
+    monkeypatch.setattr(program, "length", lambda run: lengths.append(of_run(run)) or lengths[-1])
+    for _ in range(2):
+        runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), engine=engine, eval_every=2, val_fraction=0.2))
+        assert seen.seen == (sorted([1, *range(2, 27, 2), 11, 25]) if len(runs) == 1 else [*range(1, 27)])
+        one_by_one(monkeypatch)
+    assert [n for n in lengths if n] == [10, 11, 4]
+    check_same(*runs)
+    assert len(metrics(runs[0].folder.path)["server/val/acc"]) == 14
 
 
 class Ends(Callback):

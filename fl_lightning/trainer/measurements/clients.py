@@ -1,5 +1,6 @@
 """Measures of each client: the evaluation of models on its data, and the curvature there."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -209,6 +210,21 @@ class ClientEvaluation(Measure):
 
     def resume(self, run: Run) -> None:
         records.drop_later_rounds(run.folder.path / FILE, run.rounds_done)
+
+
+def evaluate_round(run: Run, losses: Sequence[float]) -> None:
+    """Evaluates a run after a round, and logs the result; every process calls.
+
+    Args:
+        run: The run, which has taken over the result of the round.
+        losses: Training loss of each client of the round.
+    """
+    started = time.perf_counter()
+    for split in ("val", "test") if run.data.val_fraction else ("test",):
+        run.note(evaluate(run, split))
+    for logger in run.own_loggers if losses and run.fabric.is_global_zero else ():
+        logger.log_clients("client/train/loss", losses, run.rounds_done)
+    run.evaluation_s = time.perf_counter() - started
 
 
 def evaluate(run: Run, split: Split) -> dict[str, float]:
