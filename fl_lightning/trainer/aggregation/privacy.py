@@ -28,8 +28,7 @@ from fl_lightning.core import (
     to_device,
 )
 from fl_lightning.trainer.aggregation.accountant import Accountant, Method, NoiseKey, cohorts, cut, grid, rounded
-from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received, check_references
-from fl_lightning.trainer.aggregation.rules import shortening
+from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received, check_references, shortening
 from fl_lightning.trainer.participation.samplers import BernoulliSampler, CohortSampler
 
 KEY = "trainer.privacy"
