@@ -25,7 +25,7 @@ from fl_lightning.trainer.participation.faults import write_failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
 from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, provenance, records
+from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, provenance
 from fl_lightning.trainer.storage.checkpoint import REMEDY
 
 BLOCK = 1 << 24
@@ -97,7 +97,7 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
         "buffers": None if buffers is None else buffers.first,
         "clients": run.clients.state_dict(pin=pin),
         "elapsed": run.elapsed,
-        "records": records.checksums(run.folder.path, run.rounds_done),
+        "records": run.folder.checksums(run.rounds_done),
         **states(run),
     }
 

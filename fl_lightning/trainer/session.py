@@ -11,7 +11,7 @@ from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import on_rank_zero, undisturbed
 from fl_lightning.trainer.runtime.signals import check_interruption
 from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import RunFolder, locked, provenance, records
+from fl_lightning.trainer.storage import RunFolder, locked, provenance
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
         lock.enter_context(locked(run.folder.path))
         for logger, state in run.run_loggers.items() if run.rounds_done else ():
             logger.check(run.folder.path, state, run.rounds_done)
-        records.check(run.folder.path, run.rounds_done, run.restored.get("records", {}))
+        run.folder.check_records(run.rounds_done, run.restored.get("records", {}))
         before = run.restored.get("config", {})
         if said := run.folder.write_config(run.config, run.rounds_done, before):
             run.fabric.print(said)

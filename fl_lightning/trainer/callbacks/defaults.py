@@ -45,7 +45,6 @@ from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.flight import EVENTS, Event
 from fl_lightning.trainer.loggers import WandbLogger
 from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.storage import records
 
 MOST, AROUND = 200, 6
 """Most rounds of the live table; lines of the terminal that it leaves to its head, the bar and the lines above it."""
@@ -270,11 +269,11 @@ class EventLog(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if run.fabric.is_global_zero:
-            records.drop_later_rounds(run.folder.path / EVENTS, run.rounds_done)
+            run.folder.drop_later_rounds(EVENTS, run.rounds_done)
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
         if run.fabric.is_global_zero:
-            records.append_rows(run.folder.path / EVENTS, Event._fields, run.state.training["events"])
+            run.folder.append_rows(EVENTS, Event._fields, run.state.training["events"])
 
 
 class Results(Callback):

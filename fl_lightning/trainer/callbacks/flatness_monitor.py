@@ -27,7 +27,6 @@ from fl_lightning.trainer.measurements import (
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.session import before_the_round
-from fl_lightning.trainer.storage import records
 
 
 class FlatnessMonitor(Callback):
@@ -77,7 +76,7 @@ class FlatnessMonitor(Callback):
         if run.fabric.is_global_zero:
             for metric in self.metrics:
                 metric.resume(run)
-            records.drop_later_rounds(run.folder.path / MEASUREMENTS, run.rounds_done)
+            run.folder.drop_later_rounds(MEASUREMENTS, run.rounds_done)
 
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()

@@ -31,7 +31,6 @@ from fl_lightning.trainer.measurements.curvature import CurvatureMeasure
 from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.storage import records
 
 Score = tuple[float, float]
 """The data's metric and the mean loss on a client's test data."""
@@ -205,10 +204,10 @@ class ClientEvaluation(Measure):
         return found
 
     def keep(self, run: Run) -> None:
-        records.append_rows(run.folder.path / FILE, self._head, self._rows)
+        run.folder.append_rows(FILE, self._head, self._rows)
 
     def resume(self, run: Run) -> None:
-        records.drop_later_rounds(run.folder.path / FILE, run.rounds_done)
+        run.folder.drop_later_rounds(FILE, run.rounds_done)
 
 
 def evaluate(run: Run, split: Split) -> dict[str, float]:
