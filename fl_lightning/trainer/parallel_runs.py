@@ -15,8 +15,7 @@ from fl_lightning.core import MADE, UserError, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.callbacks.defaults import Progress
 from fl_lightning.trainer.checks import check_fit
-from fl_lightning.trainer.engine_choice import seconds_left
-from fl_lightning.trainer.loop import train
+from fl_lightning.trainer.loop import seconds_left, train
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.trainer import FederatedTrainer
 

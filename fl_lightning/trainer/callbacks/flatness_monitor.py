@@ -1,7 +1,8 @@
 """Flatness of the global and the local models during training."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -26,7 +27,6 @@ from fl_lightning.trainer.measurements import (
 )
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.session import before_the_round
 
 
 class FlatnessMonitor(Callback):
@@ -160,7 +160,7 @@ def replay(run: Run, callback: Callback) -> None:
     t, (_, states) = run.rounds_done - 1, run.before
     if state := states[run.callbacks.index(callback)]:
         callback.load_state_dict(state)
-    with before_the_round(run):
+    with _before_the_round(run):
         if run.kind == "centralized":
             callback.on_round_start(run, run.round_context(t), [])
         else:
@@ -173,6 +173,18 @@ def replay(run: Run, callback: Callback) -> None:
                     again.apply()
                     callback.on_round_end(run)
     callback.on_round_end(run)
+
+
+@contextmanager
+def _before_the_round(run: Run) -> Iterator[None]:
+    """Within it, state and clients' rows are those before the round or program that has just been trained."""
+    state, rows = run.state, run.clients.rollback()
+    run.state = run.before[0]
+    try:
+        yield
+    finally:
+        run.state = state
+        run.clients.stage(rows)
 
 
 def numbered(measurements: Sequence[Measurement]) -> list[Measurement]:
