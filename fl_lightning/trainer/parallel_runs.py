@@ -14,10 +14,9 @@ from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import MADE, UserError, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.callbacks.defaults import Progress
-from fl_lightning.trainer.checks import check_fit
 from fl_lightning.trainer.loop import seconds_left, train
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer.trainer import FederatedTrainer, check_fit
 
 Plain = bool | int | float | str | None
 PARTS = ("", "ascent", "optimizer", "loss", "net")
