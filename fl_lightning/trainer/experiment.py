@@ -115,8 +115,7 @@ class Experiment:
 
     def drawn(self, t: int) -> list[int]:
         """Returns the clients drawn for round ``t``, a function of (seed, t), or of a secret under privacy."""
-        seed = self.aggregation.cohort_seed(self.seed)
-        return draw(self.settings.sampler, t, self.data.num_clients, seed)
+        return draw(self.settings.sampler, t, self.data.num_clients, self.aggregation.cohort_seed(self.seed))
 
     def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
         """Returns a client's minibatches, a function of (seed, round, phase, client); epochs alone come first."""

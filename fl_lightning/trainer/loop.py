@@ -94,8 +94,7 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
         for logger, state in run.run_loggers.items() if run.rounds_done else ():
             logger.check(run.folder.path, state, run.rounds_done)
         run.folder.check_records(run.rounds_done, run.restored.get("records", {}))
-        before = run.restored.get("config", {})
-        if said := run.folder.write_config(run.config, run.rounds_done, before):
+        if said := run.folder.write_config(run.config, run.rounds_done, run.restored.get("config", {})):
             run.fabric.print(said)
         provenance.write(
             run.folder.path, run.rounds_done, run.fabric.device, run.fabric.world_size,
@@ -194,8 +193,7 @@ def rounds(run: Run, alone: bool) -> Steps:
         while not run.finished:
             with transaction(run):
                 trained = program.train(run) if alone else None
-                is_program = trained is not None
-                close(run, *(trained or (yield from one_round(run))), is_program)
+                close(run, *(trained or (yield from one_round(run))), is_program=trained is not None)
 
 
 def one_round(run: Run) -> Generator[list[Job], Iterable[LocalResult], Trained]:

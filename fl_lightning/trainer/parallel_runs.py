@@ -89,10 +89,14 @@ def start(
         first.fabric.world_size <= 1,
         f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1",
     )
-    precisions = {(trainer.dtype, trainer.precision) for trainer in trainers}
-    ensure(len(precisions) <= 1, "trainer.precision: parallel runs must have the same; start them one by one")
-    rounds = all(trainer.asynchronous is None for trainer in trainers)
-    ensure(rounds, "trainer.asynchronous: parallel runs step together; start them one by one")
+    ensure(
+        len({(trainer.dtype, trainer.precision) for trainer in trainers}) <= 1,
+        "trainer.precision: parallel runs must have the same; start them one by one",
+    )
+    ensure(
+        all(trainer.asynchronous is None for trainer in trainers),
+        "trainer.asynchronous: parallel runs step together; start them one by one",
+    )
     for model in models:
         model.optimizer.check_batched("parallel runs")
     names, runs = differing(models), list[Run]()

@@ -188,8 +188,8 @@ class Run(Experiment):
         w0 = self.server.w
         with seeded(w0.device, self.seed, "dry step"):
             self.contract = dry_step(self.engine, self.server, w0, data.num_classes, self.round_context(0))
-        world = objective, data, self.contract
-        self.timing = None if settings.clock is None else Timing(settings, settings.clock, *world)
+        clock = settings.clock
+        self.timing = None if clock is None else Timing(settings, clock, objective, data, self.contract)
         place = self.fabric.global_rank, self.fabric.world_size
         self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory, *place)
         self.before: tuple[RunState, list[dict[str, Any]]] = self.state, []
@@ -252,8 +252,7 @@ class Run(Experiment):
         kind: Kind = self.restored.get("kind", self.kind)
         tags = (type(self.objective).__name__, type(self.data).__name__)
         group = "-".join([*tags, group_id(self._config)])
-        job = "fit" if kind == "federated" else kind
-        return About(job, group, tags, self.settings.eval_last, self.private)
+        return About("fit" if kind == "federated" else kind, group, tags, self.settings.eval_last, self.private)
 
     @property
     def run_loggers(self) -> dict[RunLogger, dict[str, Any]]:
@@ -264,8 +263,7 @@ class Run(Experiment):
     @property
     def own_loggers(self) -> dict[RunLogger, dict[str, Any]]:
         """Those of `run_loggers` that get everything: of a private run the ones that publish nothing."""
-        private = self.private
-        return {logger: state for logger, state in self.run_loggers.items() if not (private and logger.publishes)}
+        return {logger: state for logger, state in self.run_loggers.items() if not (self.private and logger.publishes)}
 
     @property
     def failure_kinds(self) -> tuple[str, ...]:

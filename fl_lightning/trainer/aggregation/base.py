@@ -111,8 +111,11 @@ def check_references(key: str, objective: LocalObjective) -> None:
         UserError: If an upload has no reference.
     """
     missing = [name for name in objective.wire[1] if name not in objective.all_references]
-    unknown = f"{type(objective).__name__} has no references for its upload {', '.join(missing)}"
-    ensure(not missing, f"{key}: {unknown}, so that what it says of a client has no bound; choose another algorithm")
+    ensure(
+        not missing,
+        f"{key}: {type(objective).__name__} has no references for its upload {', '.join(missing)}, so that what it "
+        "says of a client has no bound; choose another algorithm",
+    )
 
 
 class Aggregation(Checked, key="trainer.aggregation"):
@@ -222,9 +225,11 @@ class Aggregation(Checked, key="trainer.aggregation"):
     def _combined(self, rows: Tensor, weights: Tensor) -> Tensor:
         combined: Any = self(rows, weights)  # that of a user's rule may be anything
         form = f"shape {tuple(combined.shape)}" if isinstance(combined, Tensor) else f"{combined!r:.40}"
-        wrong = f"trainer.aggregation = {type(self).__name__}: returns {form}"
-        right = isinstance(combined, Tensor) and combined.shape == rows.shape[1:]
-        ensure(right, f"{wrong}; return one value for each coordinate, ({rows.shape[1]},)")
+        ensure(
+            isinstance(combined, Tensor) and combined.shape == rows.shape[1:],
+            f"trainer.aggregation = {type(self).__name__}: returns {form}; return one value for each coordinate, "
+            f"({rows.shape[1]},)",
+        )
         return combined  # type: ignore[no-any-return]
 
     def phase_end(self, server: State, uploads: Uploads) -> State:

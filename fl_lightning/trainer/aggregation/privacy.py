@@ -105,8 +105,12 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
         require(
             noise_multiplier is not None or epsilon is not None, f"{KEY}.noise_multiplier", None, "give it, or epsilon"
         )
-        some = not noise_multiplier or noise_multiplier >= LEAST
-        require(some, f"{KEY}.noise_multiplier", noise_multiplier, f"give a number of at least {LEAST}, or 0")
+        require(
+            not noise_multiplier or noise_multiplier >= LEAST,
+            f"{KEY}.noise_multiplier",
+            noise_multiplier,
+            f"give a number of at least {LEAST}, or 0",
+        )
         self.clip, self.noise_multiplier, self.epsilon, self.delta = clip, noise_multiplier, epsilon, delta
         self.method: Method = accountant
         self.per_tensor, self.noise_seed = per_tensor, noise_seed
@@ -139,9 +143,8 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
             f"{KEY}.per_tensor = true: for algorithms that upload the whole model alone; {name} uploads "
             f"{'a part of it' if not objective.has_global_model else ', '.join(objective.wire[1])}; set it to false",
         )
-        buffers = objective.net_buffers
         ensure(
-            buffers is None or buffers.policy != "reset",
+            objective.net_buffers is None or objective.net_buffers.policy != "reset",
             f"model.buffers = reset: under {KEY} statistics would be estimated on the clients' data without noise; "
             "set it to average or local",
         )

@@ -224,6 +224,7 @@ def figures(measurements: Sequence[Measurement], label: str) -> dict[str, Callab
         if "eigenvalues" in m.details:
             found[m.name.replace("lambda_1", "spectrum")] = partial(plot_spectrum, {label: m.details["eigenvalues"]})
         if "density" in m.details:
-            drawn = {label: (m.details["grid"], m.details["density"])}
-            found[m.name.replace("density_mean", "density")] = partial(plot_density, drawn)
+            found[m.name.replace("density_mean", "density")] = partial(
+                plot_density, {label: (m.details["grid"], m.details["density"])}
+            )
     return found

@@ -218,9 +218,11 @@ def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str],
     if head == ["round"] and not lines:
         return columns or head, [{"round": str(k + 1)} for k in range(rounds)]
     rows = [dict(zip(head, line, strict=False)) for line in lines[:rounds]]
-    whole = {*columns} <= {*head} and len({*head}) == len(head) and len(rows) == rounds
     ensure(
-        whole and state.get("checksums", {}).get(rounds) == _checksum(rows),
+        {*columns} <= {*head}
+        and len({*head}) == len(head)
+        and len(rows) == rounds
+        and state.get("checksums", {}).get(rounds) == _checksum(rows),
         f"{path}: its rows of {rounds} rounds are not those that the run has written; {remedy}",
     )
     return head, rows

@@ -229,8 +229,8 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         for name, value in metrics.items():
             if name not in self._defined and is_result(name):  # W&B keeps the best value of it, too
                 self._defined.add(name)
-                mode = mode_of(name, None, self._directions)
-                self.run.define_metric(name, step_metric="round", summary=f"{mode},last")
+                summary = f"{mode_of(name, None, self._directions)},last"
+                self.run.define_metric(name, step_metric="round", summary=summary)
             self._columns.setdefault(name, Series()).append(step, value)
             if name.startswith("server/test/") and not name.endswith("/loss"):
                 row[f"{name}{SUFFIX}"] = average(values(name, self._columns[name], step, self._about.eval_last))
@@ -246,8 +246,9 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         if self.run and finite:
             import wandb
 
-            bins = np.histogram(finite, bins=min(len(finite), 32))
-            self._pending[f"{name}_clients"] = wandb.Histogram(np_histogram=bins)
+            self._pending[f"{name}_clients"] = wandb.Histogram(
+                np_histogram=np.histogram(finite, bins=min(len(finite), 32))
+            )
 
     def log_figure(self, name: str, picture: Picture, round: int) -> None:
         if self.run and self.mode != "disabled":

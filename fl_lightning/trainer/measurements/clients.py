@@ -168,15 +168,26 @@ class ClientEvaluation(Measure):
     def check(self, run: Run) -> None:
         name, tested = type(self).__name__, len(client_data(run).clients)
         ensure(tested > 0, f"data = {type(run.data).__name__}: no client has test data; leave {name} out")
-        most = f"{tested} clients have test data; give at most that"
-        require(self.clients is None or self.clients <= tested, f"measure: {name}.clients", self.clients, most)
-        own = run.objective.own_part is not None
-        which = "no part gives clients models of their own; set it to 0"
-        require(own or not self.adapt_epochs, f"measure: {name}.adapt_epochs", self.adapt_epochs, which)
+        require(
+            self.clients is None or self.clients <= tested,
+            f"measure: {name}.clients",
+            self.clients,
+            f"{tested} clients have test data; give at most that",
+        )
+        require(
+            run.objective.own_part is not None or not self.adapt_epochs,
+            f"measure: {name}.adapt_epochs",
+            self.adapt_epochs,
+            "no part gives clients models of their own; set it to 0",
+        )
         if not run.objective.personal:
             check_statistics(run.objective)
-        alone = "centralized training has no local models; set it to false"
-        require(not self.local_models or run.kind == "federated", f"measure: {name}.local_models", "true", alone)
+        require(
+            not self.local_models or run.kind == "federated",
+            f"measure: {name}.local_models",
+            "true",
+            "centralized training has no local models; set it to false",
+        )
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         run, data, of = context.run, context.run.data, client_data(context.run)

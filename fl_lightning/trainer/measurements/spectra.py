@@ -243,8 +243,12 @@ class ClientLambdaMax(CurvatureMeasure):
 
     def check(self, run: Run) -> None:
         super().check(run)
-        none = "no part gives clients models of their own; choose cohort or all"
-        require(self.clients != "own" or run.objective.personal, "measure: ClientLambdaMax.clients", "own", none)
+        require(
+            self.clients != "own" or run.objective.personal,
+            "measure: ClientLambdaMax.clients",
+            "own",
+            "no part gives clients models of their own; choose cohort or all",
+        )
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
         self._found: dict[str, dict[int, tuple[float, float, int]]] = {where: {} for where in self.data}
