@@ -30,8 +30,7 @@ from fl_lightning.engine import EngineName, LocalResult, dry_step
 from fl_lightning.engine.rounds import Rounds
 from fl_lightning.results.configs import group_id, only_python
 from fl_lightning.results.metrics import is_protected
-from fl_lightning.trainer.evaluation import Split
-from fl_lightning.trainer.experiment import Experiment
+from fl_lightning.trainer.experiment import Experiment, Split
 from fl_lightning.trainer.loggers import About, RunLogger
 from fl_lightning.trainer.settings import Kind, Settings
 from fl_lightning.trainer.state import RunState, by_key

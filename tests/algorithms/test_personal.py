@@ -47,7 +47,7 @@ from fl_lightning.algorithms.parts.base import Part
 from fl_lightning.core import State, generator
 from fl_lightning.engine import Job, LocalResult
 from fl_lightning.flower.server import check
-from fl_lightning.trainer.evaluation import Evaluator
+from fl_lightning.trainer.experiment import Evaluator
 from fl_lightning.trainer.measurements import curvature
 from fl_lightning.trainer.run import Run
 from tests.problem import Golden

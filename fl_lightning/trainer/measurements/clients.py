@@ -22,7 +22,7 @@ from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import cosine, delta_epsilon
 from fl_lightning.results.clients import ADAPTED, FILE, GLOBAL, LOCAL, UNSEEN, statistics
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.evaluation import Split
+from fl_lightning.trainer.experiment import Split
 from fl_lightning.trainer.measurements.base import (
     Measure,
     Measurement,
