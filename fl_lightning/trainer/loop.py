@@ -20,8 +20,13 @@ from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.measurements.clients import evaluate
 from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.runtime import Interruption, on_rank_zero, unbroken_output, undisturbed
-from fl_lightning.trainer.runtime.signals import check_interruption
+from fl_lightning.trainer.runtime import (
+    Interruption,
+    check_interruption,
+    on_rank_zero,
+    unbroken_output,
+    undisturbed,
+)
 from fl_lightning.trainer.state import by_key
 from fl_lightning.trainer.storage import RunFolder, locked, provenance
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -37,7 +36,7 @@ def pixels(picture: Picture) -> np.ndarray:
 
     with style():
         (file,) = [picture.read_bytes()] if isinstance(picture, Path) else render(picture(), png={})
-    return np.asarray(Image.open(BytesIO(file)).convert("RGBA"))
+    return np.asarray(Image.open(io.BytesIO(file)).convert("RGBA"))
 
 
 @dataclass(frozen=True)
