@@ -64,8 +64,10 @@ def state_dict(path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: If the file is not a checkpoint of this package, or the frozen parameters are not next to it.
     """
-    found = weights.with_constants(load(path), path, "ckpt_path")
-    return {name.removeprefix("net."): value for name, value in found.items()}
+    return {
+        name.removeprefix("net."): value
+        for name, value in weights.with_constants(load(path), path, "ckpt_path").items()
+    }
 
 
 def _are_ids(value: Any) -> bool:
