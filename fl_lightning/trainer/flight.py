@@ -178,7 +178,6 @@ class Flight:
             sent: What the clients that have started since the last step have received.
         """
         before: Mapping[int, Mapping[str, Any]] = self.saved.get("sent", {})
-        versions = {task.version for task in self._tasks}
         return {
             "now": self.now,
             "tasks": [tuple(task) for task in sorted(self._tasks)],
@@ -186,7 +185,7 @@ class Flight:
             "waiting": self._waiting,
             "starts": self._starts,
             "refused": self.refused,
-            "sent": {v: dict(sent) if v == self.t else before[v] for v in sorted(versions)},
+            "sent": {v: dict(sent) if v == self.t else before[v] for v in sorted({of.version for of in self._tasks})},
             "events": [tuple(event) for event in self.events],
         }
 

@@ -61,8 +61,10 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         super().__init_subclass__(**kwargs)
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         for name in (name for name in vars(cls) if name.startswith("on_") and name not in hooks):
-            near = " or ".join(similar(name, hooks) or hooks)
-            rank_zero_warn(f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean {near}?")
+            rank_zero_warn(
+                f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean "
+                f"{' or '.join(similar(name, hooks) or hooks)}?"
+            )
 
     def reset(self) -> None:
         """Forgets an earlier run when a trainer begins one: calls the constructor once more with the same arguments."""
@@ -202,8 +204,10 @@ class Run(Experiment):
 
     def __repr__(self) -> str:
         """Returns name, size and progress."""
-        size = f"{self.data.num_clients:,} clients, {self.net.w.numel():,} weights"
-        return f"Run({self.name}: {size}, round {self.rounds_done:,} of {self.max_rounds:,})"
+        return (
+            f"Run({self.name}: {self.data.num_clients:,} clients, {self.net.w.numel():,} weights, round "
+            f"{self.rounds_done:,} of {self.max_rounds:,})"
+        )
 
     @property
     def server(self) -> State:

@@ -112,8 +112,13 @@ class Progress(Callback):
         elif self._bar.get_time() - self._last_line >= self.min_seconds or run.finished:
             self._last_line = self._bar.get_time()
             known = [f"{title(name)} {_number(run.metrics[name])}" for name in self._columns]
-            line = "  ".join([f"round {run.rounds_done}/{run.max_rounds}", *known])
-            self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
+            self.console.print(
+                f"round {run.rounds_done}/{run.max_rounds}",
+                *known,
+                sep="  ",
+                highlight=False,
+                soft_wrap=not self.console.is_terminal,
+            )
 
     @rank_zero_only
     def on_exception(self, run: Run, error: BaseException) -> None:

@@ -110,8 +110,13 @@ class FlatnessMonitor(Callback):
             self._write(run, found)
             self._seconds += time.perf_counter() - started
             self._total += self._seconds
-            share = self._total / (time.perf_counter() - self._started)
-            run.log(scalars(found) | {"time/flatness_s": self._seconds, "time/flatness_share": share})
+            run.log(
+                {
+                    **scalars(found),
+                    "time/flatness_s": self._seconds,
+                    "time/flatness_share": self._total / (time.perf_counter() - self._started),
+                }
+            )
         self._previous, self._seen = mean, run.rounds_done
 
     def on_last_round(self, run: Run) -> None:

@@ -175,8 +175,13 @@ def _in_float64(loss: Mapping[str, Any]) -> Mapping[str, Any]:
         return loss["loss"](z, y) + SQUARES * z.reshape(len(z), -1).square().sum(1)  # type: ignore[no-any-return]
 
     batches = [(map_tensors(double, x), double(y)) for x, y in loss["batches"]]
-    model = deepcopy(loss["model"]).double()
-    return {**loss, "model": model, "loss": losses, "batches": batches, "at": double(loss["at"])}
+    return {
+        **loss,
+        "model": deepcopy(loss["model"]).double(),
+        "loss": losses,
+        "batches": batches,
+        "at": double(loss["at"]),
+    }
 
 
 def check_measures(measures: Sequence[Measure], run: Run) -> None:
