@@ -208,10 +208,9 @@ def is_flight(saved: Mapping[str, Any], run: Run, steps: int, shapes: Mapping[st
         steps: Steps of its server so far.
         shapes: Shapes of the server's state.
     """
-    whole = all(name in saved and fits(saved[name], form) for name, form in FORM.items())
     names, m = run.objective.wire[0], run.data.num_clients
     return (
-        whole
+        all(name in saved and fits(saved[name], form) for name, form in FORM.items())
         and all(of.client < m and of.version in saved["sent"] for of in map(Task._make, saved["tasks"]))
         and max([*saved["waiting"], 0]) < m
         and max([*saved["sent"], 0]) < steps

@@ -111,10 +111,9 @@ class Progress(Callback):
             self._live.update(self._view())
         elif self._bar.get_time() - self._last_line >= self.min_seconds or run.finished:
             self._last_line = self._bar.get_time()
-            known = [f"{title(name)} {_number(run.metrics[name])}" for name in self._columns]
             self.console.print(
                 f"round {run.rounds_done}/{run.max_rounds}",
-                *known,
+                *(f"{title(name)} {_number(run.metrics[name])}" for name in self._columns),
                 sep="  ",
                 highlight=False,
                 soft_wrap=not self.console.is_terminal,

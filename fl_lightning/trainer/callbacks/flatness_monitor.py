@@ -134,9 +134,8 @@ class FlatnessMonitor(Callback):
         with (run.folder.path / MEASUREMENTS).open("a") as file:
             for measurement in measurements:
                 file.write(json_text({"round": run.rounds_done, "seed": run.seed, **vars(measurement)}))
-        label = f"{run.folder.label}, round {run.rounds_done}"
         for logger in run.own_loggers:
-            show(logger, measurements, run.rounds_done, label)
+            show(logger, measurements, run.rounds_done, f"{run.folder.label}, round {run.rounds_done}")
 
     def state_dict(self) -> dict[str, Any]:
         return {

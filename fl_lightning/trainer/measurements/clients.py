@@ -368,9 +368,8 @@ class DeltaEpsilon(Measure):
         self.rho = rho
 
     def check(self, run: Run) -> None:
-        rho = getattr(run.objective, "rho", None)
         require(
-            self.rho is not None or isinstance(rho, (int, float)),
+            self.rho is not None or isinstance(getattr(run.objective, "rho", None), (int, float)),
             "measure: DeltaEpsilon.rho",
             self.rho,
             f"{type(run.objective).__name__} has no rho of its own, give one",

@@ -174,12 +174,11 @@ def _in_float64(loss: Mapping[str, Any]) -> Mapping[str, Any]:
     def losses(z: Tensor, y: Tensor) -> Tensor:
         return loss["loss"](z, y) + SQUARES * z.reshape(len(z), -1).square().sum(1)  # type: ignore[no-any-return]
 
-    batches = [(map_tensors(double, x), double(y)) for x, y in loss["batches"]]
     return {
         **loss,
         "model": deepcopy(loss["model"]).double(),
         "loss": losses,
-        "batches": batches,
+        "batches": [(map_tensors(double, x), double(y)) for x, y in loss["batches"]],
         "at": double(loss["at"]),
     }
 

@@ -182,7 +182,6 @@ class SpectralDensity(GlobalCurvature):
         sigma = max((high - low) / 100, 1e-12)
         grid = torch.linspace(low - 3 * sigma, high + 3 * sigma, 400, dtype=torch.float64)
         moments = {p: found.moment(p) for p in (1, 2, 3)}
-        errors = {"moment_errors": {p: m.error for p, m in moments.items()}} if self.probes > 1 else {}
         common |= {
             "error": moments[1].error if self.probes > 1 else None,
             "iterations": found.products,
@@ -192,7 +191,7 @@ class SpectralDensity(GlobalCurvature):
                 "density": found(grid, sigma).tolist(),
                 "sigma": [sigma],
                 "moments": {p: m.value for p, m in moments.items()},
-                **errors,
+                **({"moment_errors": {p: m.error for p, m in moments.items()}} if self.probes > 1 else {}),
             },
         }
         return [Measurement(name=f"{self.prefix}density_mean", value=moments[1].value, **common)]
