@@ -210,7 +210,7 @@ def is_flight(saved: Mapping[str, Any], run: Run, steps: int, shapes: Mapping[st
     """
     names, m = run.objective.wire[0], run.data.num_clients
     return (
-        all(name in saved and fits(saved[name], form) for name, form in FORM.items())
+        fits(saved, FORM)
         and all(of.client < m and of.version in saved["sent"] for of in map(Task._make, saved["tasks"]))
         and max([*saved["waiting"], 0]) < m
         and max([*saved["sent"], 0]) < steps

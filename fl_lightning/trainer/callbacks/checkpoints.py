@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fl_lightning.core import PositiveInt, State, UserError, ensure
+from fl_lightning.core import PositiveInt, State, ensure
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import Mode, mode_of
 from fl_lightning.trainer import resume
@@ -152,11 +152,10 @@ def monitored(run: Run, callback: str, name: str, metrics: Mapping[str, float]) 
     """
     every = [run.settings.eval_every, *(getattr(c, "every_n_rounds", None) or 1 for c in run.callbacks)]
     answered = not name.startswith("client/") or "client/train/loss" in run.metrics
-    if name not in run.metrics and answered and run.rounds_done >= min(max(every), run.max_rounds):
-        raise UserError(
-            f"trainer.callbacks: {callback}.monitor = {name}: no such metric; choose from "
-            f"{', '.join(sorted(run.metrics))}"
-        )
+    ensure(
+        name in run.metrics or not answered or run.rounds_done < min(max(every), run.max_rounds),
+        f"trainer.callbacks: {callback}.monitor = {name}: no such metric; choose from {', '.join(sorted(run.metrics))}",
+    )
     return metrics.get(name)
 
 

@@ -259,8 +259,7 @@ def _accepted(callback: Any) -> Callback:
         return callback
     if isinstance(callback, theirs.EarlyStopping):
         return EarlyStoppingAdapter(callback, callback.state_dict())
-    if isinstance(callback, theirs.Callback):
-        raise UserError(callback_of_lightning(name))
+    ensure(not isinstance(callback, theirs.Callback), callback_of_lightning(name))
     if isinstance(callback, type):
         raise UserError(
             f"trainer.callbacks: {callback.__name__} is a class; give an object, as {callback.__name__}(...)"
