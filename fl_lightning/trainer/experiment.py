@@ -116,12 +116,6 @@ class Experiment:
         if self.aggregation.noise_key is not None:  # every process draws the cohorts
             self.aggregation.noise_key = self.fabric.broadcast(self.aggregation.noise_key)
 
-    def first_state(self) -> State:
-        """Returns the server's first state, the same on every process; every process must call."""
-        w0 = self.fabric.broadcast(self.net.w.cpu()).to(self.fabric.device, copy=True)
-        inits = {**self.objective.server_inits(), **self.aggregation.server_state}
-        return State({"w": w0, **State.initial(inits, w0, w0)})
-
     @property
     def private(self) -> bool:
         """Whether noise of a secret key protects the clients."""

@@ -165,7 +165,11 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     if buffers is not None:
         buffers.first = content["buffers"].to(w0)
     _take_noise_key(run, path, content, resume)
-    run.resume(path, content, checkpoint.state_of(content, w0), folder if inside else None)
+    run.restored = {name: value for name, value in content.items() if name != "clients"}
+    run.checkpoint, run.state, run.frozen = path, checkpoint.state_of(content, w0), content["frozen"]
+    run.first_round = run.rounds_done
+    if inside:
+        run.folder = folder
 
 
 def note_sources(run: Run) -> None:

@@ -185,8 +185,9 @@ class Run(Experiment):
         self.engine = self.make_engine("sequential")
         self.rounds: Rounds | None = None
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
-        self.state = RunState(self.first_state())
-        w0 = self.server.w
+        w0 = self.fabric.broadcast(self.net.w.cpu()).to(self.fabric.device, copy=True)  # the same on every process
+        inits = {**objective.server_inits(), **self.aggregation.server_state}
+        self.state = RunState(State({"w": w0, **State.initial(inits, w0, w0)}))
         with seeded(w0.device, self.seed, "dry step"):
             self.contract = dry_step(self.engine, self.server, w0, data.num_classes, self.round_context(0))
         clock = settings.clock
@@ -370,13 +371,6 @@ class Run(Experiment):
         """Takes over the state after a round, and the new rows of the clients that this process owns, by id."""
         self.state = state
         self.clients.stage(rows)
-
-    def resume(self, path: Path, content: Mapping[str, Any], state: RunState, folder: RunFolder | None) -> None:
-        """Takes over a checkpoint: its file, its content, the state in it, and the run folder, if it lies in one."""
-        self.restored = {name: value for name, value in content.items() if name != "clients"}
-        self.checkpoint, self.state, self.frozen, self.first_round = path, state, content["frozen"], state.round
-        if folder is not None:
-            self.folder = folder
 
     def enter(self, folder: RunFolder) -> None:
         """Takes a folder that exists as the run's own; rows beyond the memory budget go there."""

@@ -270,13 +270,13 @@ def _accepted(callback: Any) -> Callback:
 class EventLog(Callback):
     """Writes a line for each event; the columns are those of `Event`."""
 
+    @rank_zero_only
     def on_fit_start(self, run: Run) -> None:
-        if run.fabric.is_global_zero:
-            run.folder.drop_later_rounds(EVENTS, run.rounds_done)
+        run.folder.drop_later_rounds(EVENTS, run.rounds_done)
 
+    @rank_zero_only
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
-        if run.fabric.is_global_zero:
-            run.folder.append_rows(EVENTS, Event._fields, run.state.training["events"])
+        run.folder.append_rows(EVENTS, Event._fields, run.state.training["events"])
 
 
 class Results(Callback):

@@ -5,7 +5,6 @@ import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -23,11 +22,6 @@ TAKEN_BACK = 100
 """Most rounds that an error takes back: those that run as one program."""
 Picture = Path | Callable[[], Figure]
 """A file, or a function that draws: loggers without pictures do not call it."""
-
-
-def needs(logger: str, *packages: str) -> None:
-    """Refuses a logger if none of the packages that it can use is installed."""
-    ensure(any(map(find_spec, packages)), f"trainer.loggers = {logger}: needs {packages[0]}; pip install {packages[0]}")
 
 
 def pixels(picture: Picture) -> np.ndarray:

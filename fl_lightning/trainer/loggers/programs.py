@@ -33,7 +33,7 @@ from fl_lightning.results import (
     read_run,
     values,
 )
-from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, RunLogger, needs, pixels
+from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, RunLogger, pixels
 
 METRICS = ("server/test/acc", "server/test/loss")
 """Columns of the page HPARAMS beside the settings."""
@@ -56,7 +56,10 @@ class TensorBoardLogger(FigureLogger):
     experiment: Any = None
 
     def __init__(self) -> None:
-        needs("TensorBoardLogger", "tensorboard", "tensorboardX")
+        ensure(
+            any(map(find_spec, ("tensorboard", "tensorboardX"))),
+            "trainer.loggers = TensorBoardLogger: needs tensorboard; pip install tensorboard",
+        )
 
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
