@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from warnings import warn
 
@@ -50,11 +50,7 @@ class Timing:
         )
         self.contract = contract
         self.device, self._place = cache(self._device), cache(self._placed)
-        text = (
-            f"trainer.clock.deadline_s = {clock.deadline_s}: nobody is done in time in some round, which leaves the "
-            "model as it is; see client/late"
-        )
-        self._nobody = cache(lambda: warn(text, stacklevel=3))  # once a run
+        self._nobody = cache(partial(warn, stacklevel=2))  # once a run
 
     def _device(self, client: int) -> Device:
         """Returns a client's device, a function of the file or of (seed, client)."""
@@ -108,7 +104,10 @@ class Timing:
         steps = {k: self._steps(k, K, phase) if k in late else K for k, K in found.steps.items()}
         done = [k for k, K in steps.items() if K]
         if late and not done:
-            self._nobody()
+            self._nobody(
+                f"trainer.clock.deadline_s = {deadline}: nobody is done in time in some round, which leaves the model "
+                "as it is; see client/late"
+            )
         at = {k: deadline if k in late else sum(times[k]) for k in done}
         first = {*sorted(done, key=at.__getitem__)[:wanted]}  # of two at the same time, the first one of the cohort
         counted = {k: steps[k] for k in done if k in first}
