@@ -187,8 +187,7 @@ def _before_the_round(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        run.state = state
-        run.clients.stage(rows)
+        run.apply(state, rows)
 
 
 def numbered(measurements: Sequence[Measurement]) -> list[Measurement]:
