@@ -73,15 +73,20 @@ class Spectrum(GlobalCurvature):
 
     def measurements(self, found: flatness.Spectrum, **common: Any) -> list[Measurement]:
         """Returns ``lambda_1`` with all eigenvalues, and the ratio if there are five."""
-        values = found.values.tolist()
+        values, residuals = found.values.tolist(), found.residuals.tolist()
         common |= {
             "iterations": found.iterations,
             "settings": {"method": self.method, "k": self.k, **self.protocol},
         }
-        name = f"{self.prefix}lambda_1"
-        residuals = found.residuals.tolist()
-        details = {"eigenvalues": values, "residuals": residuals}
-        measured = [Measurement(name=name, value=values[0], residual=residuals[0], details=details, **common)]
+        measured = [
+            Measurement(
+                name=f"{self.prefix}lambda_1",
+                value=values[0],
+                residual=residuals[0],
+                details={"eigenvalues": values, "residuals": residuals},
+                **common,
+            )
+        ]
         if len(values) >= 5:
             ratio = found.ratio(5)
             if math.isnan(ratio):
@@ -295,6 +300,6 @@ class ClientLambdaMax(CurvatureMeasure):
             )
             measurements.append(mean_of)
             if self.clients == "own":
-                name, settings = f"{mean_of.name}_max", self.protocol
-                measurements.append(replace(mean_of, name=name, value=max(values), settings=settings, details={}))
+                name = f"{mean_of.name}_max"
+                measurements.append(replace(mean_of, name=name, value=max(values), settings=self.protocol, details={}))
         return measurements
