@@ -250,10 +250,12 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
 
     def sums(self, received: Received) -> dict[str, tuple[Tensor, float]]:
         """Returns the sums of a phase without noise, each with the standard deviation of its noise."""
-        return self.clipped(received, self.bound_of(received.server))[0]
+        clip = self.bound_of(received.server)
+        sums, _ = self.clipped(received, clip)
+        return {name: (total, self.noise_std(clip)) for name, total in sums.items()}
 
-    def clipped(self, received: Received, clip: float) -> tuple[dict[str, tuple[Tensor, float]], Tensor]:
-        """Returns the clipped uploads as `sums` does, and the clients' joint norms before clipping, ``(n,)``."""
+    def clipped(self, received: Received, clip: float) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns the sums of the clipped uploads by name, and the clients' joint norms before clipping, ``(n,)``."""
         sums = {name: torch.zeros_like(v, dtype=accumulator_dtype(v.device)) for name, v in received.known.items()}
         std, device = self.noise_std(clip), received.server.w.device
         norms = [torch.zeros(0, dtype=accumulator_dtype(device), device=device)]
@@ -266,7 +268,7 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
                 shorter = [part * shortening(x, torch.full_like(x, clip)) for part, x in zip(parts, by, strict=True)]
                 sums[name] += cut(torch.cat(shorter), grid(std)) if std else torch.cat(shorter)
             norms.append(norm.view(1))
-        return {name: (total, std) for name, total in sums.items()}, torch.cat(norms)
+        return sums, torch.cat(norms)
 
 
 class AdaptivePrivacy(GaussianPrivacy):
@@ -337,7 +339,8 @@ class AdaptivePrivacy(GaussianPrivacy):
         clip = self.bound_of(received.server)
         sums, norms = self.clipped(received, clip)
         below = ((norms <= clip).to(norms) - 0.5).sum(0, keepdim=True)  # from -1/2 to 1/2 for each client
-        return sums | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
+        found = {name: (total, self.noise_std(clip)) for name, total in sums.items()}
+        return found | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         clip = server.privacy_clip * torch.exp(-self.clip_lr * ((uploads.mean("privacy_below") + 0.5) - self.quantile))
