@@ -8,13 +8,13 @@ from .loggers.base import CSVLogger as CSVLogger
 from .measurements.base import Measure as Measure
 from .measurements.base import Measurement as Measurement
 from .measurements.base import MeasurementContext as MeasurementContext
+from .measurements.base import PseudoGradient as PseudoGradient
 from .measurements.base import Split as Split
 from .measurements.base import check_statistics as check_statistics
 from .measurements.base import dry_round as dry_round
 from .measurements.clients import evaluate as evaluate
 from .measurements.curvature import check_measures as check_measures
 from .measurements.sharpness import default_measures as default_measures
-from .measurements.updates import PseudoGradient as PseudoGradient
 from .participation.faults import LINES as LINES
 from .participation.faults import Attendance as Attendance
 from .participation.faults import listed as listed

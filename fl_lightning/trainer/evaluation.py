@@ -128,8 +128,10 @@ class Evaluator:
             buffers.load(self.objective.net, before)
         sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))
         found = {part: each.compute() for part, each in scores.items()}
-        values = {f"{part and '_'}{part}/{name}": v for part, of in found.items() for name, v in of.items()}
-        return {**values, "/loss": float(sums[0] / sums[1])}
+        return {
+            **{f"{part and '_'}{part}/{name}": v for part, of in found.items() for name, v in of.items()},
+            "/loss": float(sums[0] / sums[1]),
+        }
 
     def alone(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> tuple[float, float]:
         """Returns the data's metric and the mean loss on batches of this process alone, with the buffers in the net.
@@ -149,8 +151,10 @@ class Evaluator:
         try:
             value = float(metric.compute())
         except ValueError as error:
-            what, remedy = f"{type(metric).__name__} of {int(sums[1])} samples", "take a metric that few samples have"
-            raise UserError(f"{what} of a client: {error}; {remedy}") from None
+            raise UserError(
+                f"{type(metric).__name__} of {int(sums[1])} samples of a client: {error}; take a metric that few "
+                "samples have"
+            ) from None
         return value, float(sums[0] / sums[1])
 
     def by_class(self, batches: Iterable[tuple[Tensor, Tensor]], w: Tensor) -> Tensor:

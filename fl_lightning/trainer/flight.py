@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from math import ceil, inf
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -100,8 +101,7 @@ class Flight:
         self._advance()
         self.arrived.sort(key=lambda task: task.number)
         self.staleness = [self.t - task.version for task in self.arrived]
-        mean = sum(self.staleness) / len(self.staleness)
-        self.events.append(Event(self.t + 1, self.now, "step", None, self.t + 1, mean))
+        self.events.append(Event(self.t + 1, self.now, "step", None, self.t + 1, fmean(self.staleness)))
 
     def _advance(self) -> None:
         """Goes on until the server steps."""
@@ -122,11 +122,11 @@ class Flight:
                 return
             else:
                 self._start()
-                sampler = type(self.run.settings.sampler).__name__
-                nobody = (
-                    f"trainer.asynchronous: nobody can start in {COHORTS} cohorts of {sampler}; check trainer.faults"
+                ensure(
+                    bool(self._tasks),
+                    f"trainer.asynchronous: nobody can start in {COHORTS} cohorts of "
+                    f"{type(self.run.settings.sampler).__name__}; check trainer.faults",
                 )
-                ensure(bool(self._tasks), nobody)
                 self.now = min(self._tasks[0].end, tick)
 
     def _arrive(self, task: Task) -> None:
@@ -152,8 +152,7 @@ class Flight:
                 continue
             K = run.settings.asked(run.data, client)
             found = run.settings.faults.attendance([client], [K], cohort, 0, run.seed)
-            kind = "start" if found.receivers else "absent"
-            self.events.append(Event(self.t + 1, self.now, kind, client, self.t))
+            self.events.append(Event(self.t + 1, self.now, "start" if found.receivers else "absent", client, self.t))
             if not found.receivers:
                 self.failed["dropped"].append(client)
                 continue
@@ -164,9 +163,9 @@ class Flight:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the step."""
-        stale = {"": sum(self.staleness) / len(self.staleness), "_max": max(self.staleness)}
         return {
-            **{f"client/staleness{end}": value for end, value in stale.items()},
+            "client/staleness": fmean(self.staleness),
+            "client/staleness_max": max(self.staleness),
             "client/started": self.started,
             "client/busy": self.passed,
             "clock/time_s": self.now,
@@ -179,7 +178,6 @@ class Flight:
             sent: What the clients that have started since the last step have received.
         """
         before: Mapping[int, Mapping[str, Any]] = self.saved.get("sent", {})
-        versions = {task.version for task in self._tasks}
         return {
             "now": self.now,
             "tasks": [tuple(task) for task in sorted(self._tasks)],
@@ -187,7 +185,7 @@ class Flight:
             "waiting": self._waiting,
             "starts": self._starts,
             "refused": self.refused,
-            "sent": {v: dict(sent) if v == self.t else before[v] for v in sorted(versions)},
+            "sent": {v: dict(sent) if v == self.t else before[v] for v in sorted({of.version for of in self._tasks})},
             "events": [tuple(event) for event in self.events],
         }
 
@@ -210,10 +208,9 @@ def is_flight(saved: Mapping[str, Any], run: Run, steps: int, shapes: Mapping[st
         steps: Steps of its server so far.
         shapes: Shapes of the server's state.
     """
-    whole = all(name in saved and fits(saved[name], form) for name, form in FORM.items())
     names, m = run.objective.wire[0], run.data.num_clients
     return (
-        whole
+        fits(saved, FORM)
         and all(of.client < m and of.version in saved["sent"] for of in map(Task._make, saved["tasks"]))
         and max([*saved["waiting"], 0]) < m
         and max([*saved["sent"], 0]) < steps

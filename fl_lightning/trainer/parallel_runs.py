@@ -11,16 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import MADE, UserError, ensure
+from fl_lightning.core import MADE, ensure
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.trainer.callbacks.defaults import Progress
-from fl_lightning.trainer.checks import check_fit
-from fl_lightning.trainer.engine_choice import seconds_left
-from fl_lightning.trainer.loop import train
+from fl_lightning.trainer.loop import seconds_left, train
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.trainer import FederatedTrainer
+from fl_lightning.trainer.trainer import FederatedTrainer, check_fit
 
-Plain = bool | int | float | str | None
 PARTS = ("", "ascent", "optimizer", "loss", "net")
 """Parts of an objective that local training uses."""
 SERVER = ("server_update", "averaging", "metrics", "_scores", "_hparams")
@@ -91,10 +88,14 @@ def start(
         first.fabric.world_size <= 1,
         f"trainer.devices: {first.fabric.world_size} processes; parallel runs take one, set it to 1",
     )
-    precisions = {(trainer.dtype, trainer.precision) for trainer in trainers}
-    ensure(len(precisions) <= 1, "trainer.precision: parallel runs must have the same; start them one by one")
-    rounds = all(trainer.asynchronous is None for trainer in trainers)
-    ensure(rounds, "trainer.asynchronous: parallel runs step together; start them one by one")
+    ensure(
+        len({(trainer.dtype, trainer.precision) for trainer in trainers}) <= 1,
+        "trainer.precision: parallel runs must have the same; start them one by one",
+    )
+    ensure(
+        all(trainer.asynchronous is None for trainer in trainers),
+        "trainer.asynchronous: parallel runs step together; start them one by one",
+    )
     for model in models:
         model.optimizer.check_batched("parallel runs")
     names, runs = differing(models), list[Run]()
@@ -138,8 +139,10 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
             if (not part and name in (*PARTS, *SERVER)) or all(alike(values[0], value) for value in values[1:]):
                 continue
             path = f"{part}.{name}".lstrip(".")
-            if not all(isinstance(value, Plain) for value in values):
-                raise UserError(f"model.{part if name.startswith('_') else path}: {remedy}")
+            ensure(
+                all(isinstance(value, bool | int | float | str | None) for value in values),
+                f"model.{part if name.startswith('_') else path}: {remedy}",
+            )
             ensure(
                 part not in ("loss", "net") and all(type(v) in (int, float) for v in values),
                 f"model.{path} = {', '.join(map(str, values))}: parallel runs may differ in numbers of the "

@@ -10,12 +10,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import lightning
-import numpy
 import torch
 from torch import nn
 
-import fl_lightning
 from fl_lightning.core import Checked, State, constants, described, ensure, files, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
@@ -25,8 +22,7 @@ from fl_lightning.trainer.participation.faults import write_failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
 from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, provenance, records
-from fl_lightning.trainer.storage.checkpoint import REMEDY
+from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, provenance
 
 BLOCK = 1 << 24
 """Numbers that rank 0 receives at once for a checkpoint, or one row."""
@@ -45,9 +41,9 @@ def save(run: Run, path: Path, stays: bool = True) -> None:
     if run.clients.shared:
         _fetch_rows(run)
         on_rank_zero(run.fabric, partial(_write, run, path, stays))
-        run.clients.saved()
     else:
         _write(run, path, stays)
+    run.clients.saved()
     run.saved_rounds = run.rounds_done
 
 
@@ -71,11 +67,10 @@ def _write(run: Run, path: Path, stays: bool) -> None:
         for logger in run.run_loggers:
             logger.flush()  # a checkpoint never knows of more rounds than the log
         checkpoint.save(path, run.state, about)
-        run.clients.saved()
 
 
 def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
-    objective, buffers = run.objective, run.objective.net_buffers
+    objective, buffers, first = run.objective, run.objective.net_buffers, run.first_settings
     key = run.aggregation.noise_key
     values, net = objective.flat.split(run.global_model.cpu()), objective.net
     names = {p: name for name, p in net.named_parameters()}  # the first one of each that layers share
@@ -85,19 +80,22 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
         trained |= {name: v for name, v in named.items() if name in net.state_dict()}
     return {
         # what LightningModule.load_from_checkpoint reads
-        "pytorch-lightning_version": lightning.__version__,
+        "pytorch-lightning_version": provenance.versions()["lightning"],
         "state_dict": {f"net.{name}": value.clone() for name, value in trained.items()},
         "frozen": run.frozen,
         "kind": run.kind,
         "identity": _identity(run),
         "config": flatten(run.config),
-        "settings": _changed_settings(run),
+        # those that have changed since the run was made: the first value and that of now, by name
+        "settings": {
+            n: [first[n], now] for n, now in objective.named_settings().items() if n in first and first[n] != now
+        },
         "engine": run.engine_name,
         "noise": None if key is None else {"key": key.secret.hex(), "settings": digest(run, run.engine_name)},
         "buffers": None if buffers is None else buffers.first,
         "clients": run.clients.state_dict(pin=pin),
         "elapsed": run.elapsed,
-        "records": records.checksums(run.folder.path, run.rounds_done),
+        "records": run.folder.checksums(run.rounds_done),
         **states(run),
     }
 
@@ -118,12 +116,6 @@ def states(run: Run) -> dict[str, Any]:
     return found
 
 
-def _changed_settings(run: Run) -> dict[str, list[Any]]:
-    """Returns the plain settings that have changed since the run was made: the first value and that of now, by name."""
-    first = run.first_settings
-    return {n: [first[n], now] for n, now in run.objective.named_settings().items() if n in first and first[n] != now}
-
-
 def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True) -> None:
     """Restores a run from a checkpoint.
 
@@ -140,10 +132,10 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     run.fabric.barrier()  # rank 0 may still be writing it
     path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
     content, buffers, w0 = checkpoint.load(path), run.objective.net_buffers, run.server.w
-    command = "fit" if content["kind"] == "federated" else "centralized"
     ensure(
         not resume or content["kind"] == run.kind,
-        f"ckpt_path = {path}: of {content['kind']} training; continue it with `fl-lightning {command}`",
+        f"ckpt_path = {path}: of {content['kind']} training; continue it with `fl-lightning "
+        f"{'fit' if content['kind'] == 'federated' else 'centralized'}`",
     )
     _ = run.config  # that of the settings that were given
     for name, (first, now) in content["settings"].items():
@@ -173,7 +165,11 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     if buffers is not None:
         buffers.first = content["buffers"].to(w0)
     _take_noise_key(run, path, content, resume)
-    run.resume(path, content, checkpoint.state_of(content, w0), folder if inside else None)
+    run.restored = {name: value for name, value in content.items() if name != "clients"}
+    run.checkpoint, run.state, run.frozen = path, checkpoint.state_of(content, w0), content["frozen"]
+    run.first_round = run.rounds_done
+    if inside:
+        run.folder = folder
 
 
 def note_sources(run: Run) -> None:
@@ -210,7 +206,7 @@ def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bo
         ("training", not resumes or is_flight(content["training"], run, content["round"], shapes)),
         ("buffers", (content["buffers"] is None) == (run.objective.net_buffers is None)),
     ):
-        ensure(fits, f"ckpt_path = {path}: its {what} does not fit this run; {REMEDY}")
+        ensure(fits, f"ckpt_path = {path}: its {what} does not fit this run; {checkpoint.REMEDY}")
 
 
 def _identity(run: Run) -> dict[str, Any]:
@@ -238,11 +234,10 @@ def _model_identity(run: Run) -> dict[str, Any]:
 def _check_identity(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for key, value in here.items():
         made, has = _apart(str(saved.get(key)), str(value))
-        back = ", and put its files and partition back as they were" * (key == "data")
         ensure(
             saved.get(key) == value,
             f"ckpt_path = {path}: made with {key} = {made}, this run has {has}; resume with the run's own config.yaml"
-            + back,
+            + ", and put its files and partition back as they were" * (key == "data"),
         )
 
 
@@ -274,7 +269,7 @@ def digest(run: Run, engine: EngineName) -> str:
         _arguments(run.data),
         run.sources,
         config and {**config, "trainer": {**config["trainer"], "engine": None}},
-        [fl_lightning.__version__, str(torch.__version__), numpy.__version__],
+        provenance.versions(),
         [run.fabric.device.type, run.fabric.world_size, torch.get_num_threads()],
     ]
     return hashlib.sha256(repr(_plain(parts)).encode()).hexdigest()

@@ -17,30 +17,23 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
     Checked,
-    ClientContext,
-    FlatNet,
     Named,
     RoundContext,
     State,
     UserError,
     config_of,
-    constants,
-    digest,
     ensure,
-    generator,
-    generators,
     seeded,
     similar,
 )
-from fl_lightning.data import FederatedDataModule, Minibatches, MinibatchTable
-from fl_lightning.engine import Engine, EngineName, LocalResult, dry_step, engine_class
+from fl_lightning.data import FederatedDataModule
+from fl_lightning.engine import EngineName, LocalResult, dry_step
 from fl_lightning.engine.rounds import Rounds
 from fl_lightning.results.configs import group_id, only_python
-from fl_lightning.results.metrics import Mode, is_protected
-from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
-from fl_lightning.trainer.evaluation import Evaluator, Split
+from fl_lightning.results.metrics import is_protected
+from fl_lightning.trainer.evaluation import Split
+from fl_lightning.trainer.experiment import Experiment
 from fl_lightning.trainer.loggers import About, RunLogger
-from fl_lightning.trainer.participation.samplers import draw
 from fl_lightning.trainer.settings import Kind, Settings
 from fl_lightning.trainer.state import RunState, by_key
 from fl_lightning.trainer.storage import ClientStore, RunFolder
@@ -70,8 +63,10 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         super().__init_subclass__(**kwargs)
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         for name in (name for name in vars(cls) if name.startswith("on_") and name not in hooks):
-            near = " or ".join(similar(name, hooks) or hooks)
-            rank_zero_warn(f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean {near}?")
+            rank_zero_warn(
+                f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean "
+                f"{' or '.join(similar(name, hooks) or hooks)}?"
+            )
 
     def reset(self) -> None:
         """Forgets an earlier run when a trainer begins one: calls the constructor once more with the same arguments."""
@@ -138,11 +133,10 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         """Restores what `state_dict` returned; not called if that was empty."""
 
 
-class Run:
-    """A run, which callbacks get and ``FederatedTrainer.fit`` returns.
+class Run(Experiment):
+    """A run, which callbacks get and ``FederatedTrainer.fit`` returns: an experiment, and how far it is.
 
-    The constructor launches the processes, sets up the data, and moves the objective to its device; it writes nothing,
-    and raises a `UserError` if the data do not fit. A round replaces `state` and the clients' rows, nothing else.
+    The constructor does what that of `Experiment` does. A round replaces `state` and the clients' rows, nothing else.
 
     Args:
         settings: The trainer's settings.
@@ -154,16 +148,6 @@ class Run:
         varied: Settings of the objective that differ between runs trained as one program, by name.
 
     Attributes:
-        fabric: Devices and processes.
-        seed: Seed of the run.
-        max_rounds: Number of rounds, T.
-        dtype: Dtype of weights and state.
-        name: Name of the experiment, which its runs share.
-        net: The flat view of the objective's net.
-        frozen: Hash of the net's frozen parameters, "" if it has none.
-        evaluator: Evaluates weights.
-        aggregation: Combines the uploads of a cohort into one update.
-        mean_samples: Mean number of samples of a client.
         engine: Runs local training.
         rounds: Trains programs of rounds with the engine; None before the first.
         engine_name: Name of the engine; "auto" until one is chosen.
@@ -198,53 +182,19 @@ class Run:
         kind: Kind = "federated",
         varied: Mapping[str, float] | None = None,
     ) -> None:
-        self.settings, self.callbacks, self.loggers = settings, list(callbacks), list(loggers)
-        self.objective, self.data, self.kind, self.varied = objective, data, kind, dict(varied or {})
-        self.fabric, self.seed = settings.fabric, settings.seed
-        objective._began_relaxed = objective.relaxed_init != 0
-        self.max_rounds, self.dtype = settings.max_rounds, settings.dtype
-        self.name = settings.run_name(objective, data, kind)
-        settings.launch()
-        if self.fabric.local_rank == 0:
-            data.prepare_data()
-        self.fabric.barrier()
-        data.setup("fit")
-        data.to(self.fabric.device)
-        named = (*objective.net.named_parameters(), *objective.net.named_buffers())
-        remedy = "make it on the CPU, or fill it by to_empty(device='cpu') and load_state_dict"
-        for odd, what in (
-            ([name for name, value in named if value.is_meta], f"on the meta device, without values; {remedy}"),
-            ([name for name, value in named if value.is_inference()], "of torch.inference_mode(); make it outside"),
-        ):
-            ensure(not odd, f"model.net = {type(objective.net).__name__}: {', '.join(odd[:3])} {what}")
-        objective.to(device=self.fabric.device, dtype=self.dtype)
-        self.net, frozen = FlatNet(objective.net), constants(objective.net)
-        # every process gets the values of rank 0, through the CPU: what is broadcast keeps the device of rank 0
-        for value in frozen.values() if self.fabric.world_size > 1 else ():
-            value.copy_(self.fabric.broadcast(value.cpu()))
-        self.frozen = digest(frozen)
-        w0 = self.fabric.broadcast(self.net.w.cpu()).to(self.fabric.device, copy=True)
-        if objective.net_buffers is not None:
-            objective.net_buffers.take(objective.net)
-            objective.net_buffers.first = self.fabric.broadcast(objective.net_buffers.first.cpu()).to(w0)
-        self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
+        super().__init__(settings, objective, data, kind, varied)
+        self.callbacks, self.loggers = list(callbacks), list(loggers)
         self.engine_name: EngineName = settings.engine
         self.engine = self.make_engine("sequential")
         self.rounds: Rounds | None = None
-        fewer = settings.faults.stragglers is not None or (settings.clock is not None and settings.clock.shortens)
-        steps = None if fewer else settings.local_steps
-        plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
-        self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
-        if self.aggregation.noise_key is not None:  # every process draws the cohorts
-            self.aggregation.noise_key = self.fabric.broadcast(self.aggregation.noise_key)
-        self.mean_samples = float(data.client_sizes.double().mean())
         self.upload_shapes: dict[int, dict[str, list[int]]] = {}
+        w0 = self.fabric.broadcast(self.net.w.cpu()).to(self.fabric.device, copy=True)  # the same on every process
         inits = {**objective.server_inits(), **self.aggregation.server_state}
         self.state = RunState(State({"w": w0, **State.initial(inits, w0, w0)}))
         with seeded(w0.device, self.seed, "dry step"):
             self.contract = dry_step(self.engine, self.server, w0, data.num_classes, self.round_context(0))
-        world = objective, data, self.contract
-        self.timing = None if settings.clock is None else Timing(settings, settings.clock, *world)
+        clock = settings.clock
+        self.timing = None if clock is None else Timing(settings, clock, objective, data, self.contract)
         place = self.fabric.global_rank, self.fabric.world_size
         self.clients = ClientStore(objective.client_inits(), w0, settings.client_memory, *place)
         self.before: tuple[RunState, list[dict[str, Any]]] = self.state, []
@@ -259,8 +209,10 @@ class Run:
 
     def __repr__(self) -> str:
         """Returns name, size and progress."""
-        size = f"{self.data.num_clients:,} clients, {self.net.w.numel():,} weights"
-        return f"Run({self.name}: {size}, round {self.rounds_done:,} of {self.max_rounds:,})"
+        return (
+            f"Run({self.name}: {self.data.num_clients:,} clients, {self.net.w.numel():,} weights, round "
+            f"{self.rounds_done:,} of {self.max_rounds:,})"
+        )
 
     @property
     def server(self) -> State:
@@ -308,8 +260,7 @@ class Run:
         kind: Kind = self.restored.get("kind", self.kind)
         tags = (type(self.objective).__name__, type(self.data).__name__)
         group = "-".join([*tags, group_id(self._config)])
-        job = "fit" if kind == "federated" else kind
-        return About(job, group, tags, self.settings.eval_last, self.private)
+        return About("fit" if kind == "federated" else kind, group, tags, self.settings.eval_last, self.private)
 
     @property
     def run_loggers(self) -> dict[RunLogger, dict[str, Any]]:
@@ -318,16 +269,9 @@ class Run:
         return {x: states.get(key, {}) for key, x in by_key(self.loggers).items() if isinstance(x, RunLogger)}
 
     @property
-    def private(self) -> bool:
-        """Whether noise of a secret key protects the clients."""
-        rule = self.aggregation
-        return rule.noise_key is not None and getattr(rule, "noise_seed", None) is None
-
-    @property
     def own_loggers(self) -> dict[RunLogger, dict[str, Any]]:
         """Those of `run_loggers` that get everything: of a private run the ones that publish nothing."""
-        private = self.private
-        return {logger: state for logger, state in self.run_loggers.items() if not (private and logger.publishes)}
+        return {logger: state for logger, state in self.run_loggers.items() if not (self.private and logger.publishes)}
 
     @property
     def failure_kinds(self) -> tuple[str, ...]:
@@ -359,38 +303,6 @@ class Run:
             stop = bool(self.fabric.broadcast(stop))
         self.should_stop = self._stopped = stop
         return stop and self.rounds_done < self.max_rounds
-
-    def round_context(self, t: int, phase: int = 0) -> RoundContext:
-        """Returns the context of round ``t``."""
-        return RoundContext(t, self.max_rounds, self.data.num_clients, self.objective.flat, phase)
-
-    def drawn(self, t: int) -> list[int]:
-        """Returns the clients drawn for round ``t``, a function of (seed, t), or of a secret under privacy."""
-        seed = self.aggregation.cohort_seed(self.seed)
-        return draw(self.settings.sampler, t, self.data.num_clients, seed)
-
-    def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
-        """Returns a client's minibatches, a function of (seed, round, phase, client); epochs alone come first."""
-        objective, data, of = self.objective, self.data, self.settings
-        alone, own = objective.alone(ctx) is not None, objective.own_part
-        phase, count = 0 if alone else ctx.phase, ctx.K
-        ahead = 0 if own is None or phase else data.batches_per_client(client, own.epochs_alone, None)
-        if ahead:
-            count = max(count, ahead + of.asked(data, client))
-        draw = generator(self.seed, "batches", ctx.stream, phase, client)
-        batches, first = data.client_batches(client, of.local_epochs, count, draw, self.dtype), 0 if alone else ahead
-        return batches.take(range(first, first + ctx.K)) if ahead else batches
-
-    def minibatch_table(self, clients: Sequence[int], contexts: Sequence[ClientContext]) -> MinibatchTable:
-        """Returns the minibatches of many clients who train nothing by themselves, drawn at once."""
-        keys = [(ctx.stream, ctx.phase, k) for k, ctx in zip(clients, contexts, strict=True)]
-        samples, counts = self.data.clients.arrays(clients), [ctx.K for ctx in contexts]
-        return self.data.minibatch_table(samples, counts, generators(self.seed, "batches", keys), self.dtype)
-
-    def make_engine(self, name: EngineName, compile: bool = True) -> Engine:
-        """Returns an engine for this run's objective; without ``compile`` not even one compiles that should."""
-        block, compile = self.settings.client_block, self.settings.compile and compile
-        return engine_class(name)(self.objective, self.net, self.fabric.autocast, block, compile)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to this round's; names say what was measured where, as in ``server/test/acc``.
@@ -447,15 +359,6 @@ class Run:
         """Returns whether a callback is called before and in local training of round ``t``, from 0."""
         return any(c.needs_round(t) and c.overrides("on_round_start", "on_local_end") for c in self.callbacks)
 
-    @cached_property
-    def directions(self) -> dict[str, Mode]:
-        """Whether large or small values of what is evaluated are good, by the metric's name, the data's first."""
-        return self.objective.scores(self.data).directions()
-
-    def evaluates(self, round: int) -> bool:
-        """Returns whether evaluation is due when ``round`` rounds are done."""
-        return round % self.settings.eval_every == 0 or round > self.max_rounds - self.settings.eval_last
-
     def evaluate(self, split: Split, w: Tensor | None = None) -> dict[str, float]:
         """Returns loss and metric of weights ``(d,)``, by default the global model; see `Evaluator.evaluate`."""
         return self.evaluator.evaluate(split, self.global_model if w is None else w, self.server.get("buffers"))
@@ -478,13 +381,6 @@ class Run:
         """Takes over the state after a round, and the new rows of the clients that this process owns, by id."""
         self.state = state
         self.clients.stage(rows)
-
-    def resume(self, path: Path, content: Mapping[str, Any], state: RunState, folder: RunFolder | None) -> None:
-        """Takes over a checkpoint: its file, its content, the state in it, and the run folder, if it lies in one."""
-        self.restored = {name: value for name, value in content.items() if name != "clients"}
-        self.checkpoint, self.state, self.frozen, self.first_round = path, state, content["frozen"], state.round
-        if folder is not None:
-            self.folder = folder
 
     def enter(self, folder: RunFolder) -> None:
         """Takes a folder that exists as the run's own; rows beyond the memory budget go there."""

@@ -11,7 +11,7 @@ from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import on_rank_zero, undisturbed
 from fl_lightning.trainer.runtime.signals import check_interruption
 from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import RunFolder, locked, provenance, records
+from fl_lightning.trainer.storage import RunFolder, locked, provenance
 
 
 @contextmanager
@@ -76,9 +76,8 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
         lock.enter_context(locked(run.folder.path))
         for logger, state in run.run_loggers.items() if run.rounds_done else ():
             logger.check(run.folder.path, state, run.rounds_done)
-        records.check(run.folder.path, run.rounds_done, run.restored.get("records", {}))
-        before = run.restored.get("config", {})
-        if said := run.folder.write_config(run.config, run.rounds_done, before):
+        run.folder.check_records(run.rounds_done, run.restored.get("records", {}))
+        if said := run.folder.write_config(run.config, run.rounds_done, run.restored.get("config", {})):
             run.fabric.print(said)
         provenance.write(
             run.folder.path, run.rounds_done, run.fabric.device, run.fabric.world_size,
@@ -164,15 +163,3 @@ def transaction(run: Run) -> Iterator[None]:
                     callback.load_state_dict(its)
         raise
     run.clients.commit()
-
-
-@contextmanager
-def before_the_round(run: Run) -> Iterator[None]:
-    """Within it, state and clients' rows are those before the round or program that has just been trained."""
-    state, rows = run.state, run.clients.rollback()
-    run.state = run.before[0]
-    try:
-        yield
-    finally:
-        run.state = state
-        run.clients.stage(rows)

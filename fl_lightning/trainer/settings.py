@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -267,7 +266,7 @@ def _seconds(max_time: str | None) -> float | None:
     """Returns the seconds of a time such as ``01:12:00:00``."""
     if max_time is None:
         return None
-    match = re.fullmatch(r"(?:(\d+):)?(\d+):(\d+):(\d+)", str(max_time))
-    require(match is not None, "trainer.max_time", max_time, "give DD:HH:MM:SS, such as 00:12:00:00")
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+    right = re.fullmatch(r"(\d+:)?\d+:\d+:\d+", str(max_time)) is not None
+    require(right, "trainer.max_time", max_time, "give DD:HH:MM:SS, such as 00:12:00:00")
+    units = (1.0, 60.0, 3600.0, 86400.0)
+    return sum(unit * int(part) for unit, part in zip(units, reversed(max_time.split(":")), strict=False))

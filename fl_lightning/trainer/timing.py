@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from warnings import warn
 
@@ -44,13 +44,13 @@ class Timing:
         self.seed, self.wanted = settings.seed, settings.wanted
         self.uneven = clock.leaves_out or settings.asynchronous is not None
         self.speeds = settings.faults.stragglers or Stragglers(1.0, sigma=clock.sigma)
-        alone = clock.shortens and objective.trains_alone
-        ensure(not alone, "trainer.clock.late = partial: clients also train before the round; set it to lost")
+        ensure(
+            not (clock.shortens and objective.trains_alone),
+            "trainer.clock.late = partial: clients also train before the round; set it to lost",
+        )
         self.contract = contract
         self.device, self._place = cache(self._device), cache(self._placed)
-        nobody = "nobody is done in time in some round, which leaves the model as it is; see client/late"
-        text = f"trainer.clock.deadline_s = {clock.deadline_s}: {nobody}"
-        self._nobody = cache(lambda: warn(text, stacklevel=3))  # once a run
+        self._nobody = cache(partial(warn, stacklevel=2))  # once a run
 
     def _device(self, client: int) -> Device:
         """Returns a client's device, a function of the file or of (seed, client)."""
@@ -74,8 +74,11 @@ class Timing:
             before = device.compute_s(sum(data.batch_sizes(size, alone)), *self.contract[objective.phases].passes)
         computed = before + device.compute_s(sum(data.batch_sizes(size, K)), *self.contract[0].passes)
         comm = device.comm_s(*self.contract[phase].bits)
-        slow = f"trainer.clock: client {client} takes {computed + comm:.3g} seconds; give devices and bandwidths"
-        ensure(computed + comm <= LONGEST, f"{slow} with which it takes at most {LONGEST:.0e}")
+        ensure(
+            computed + comm <= LONGEST,
+            f"trainer.clock: client {client} takes {computed + comm:.3g} seconds; give devices and bandwidths with "
+            f"which it takes at most {LONGEST:.0e}",
+        )
         return computed, comm
 
     def _placed(self, client: int) -> tuple[float, int]:
@@ -101,7 +104,10 @@ class Timing:
         steps = {k: self._steps(k, K, phase) if k in late else K for k, K in found.steps.items()}
         done = [k for k, K in steps.items() if K]
         if late and not done:
-            self._nobody()
+            self._nobody(
+                f"trainer.clock.deadline_s = {deadline}: nobody is done in time in some round, which leaves the model "
+                "as it is; see client/late"
+            )
         at = {k: deadline if k in late else sum(times[k]) for k in done}
         first = {*sorted(done, key=at.__getitem__)[:wanted]}  # of two at the same time, the first one of the cohort
         counted = {k: steps[k] for k in done if k in first}

@@ -43,7 +43,7 @@ from fl_lightning.engine import ENGINES, BatchedEngine, GraphedEngine, Job, Loca
 from fl_lightning.engine.base import changed
 from fl_lightning.engine.record import Numbers, RecordedRound
 from fl_lightning.trainer.callbacks import Callback
-from fl_lightning.trainer.engine_choice import choose_engine
+from fl_lightning.trainer.loop import choose_engine
 from fl_lightning.trainer.run import Run
 from tests.problem import optimizer_for
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fl_lightning import FedAvg, LocalObjective, algorithms
 from fl_lightning.engine import replay
 from fl_lightning.engine.replay import compiled
-from fl_lightning.trainer import engine_choice
+from fl_lightning.trainer import loop
 from fl_lightning.trainer.run import Run
 from tests.engine.test_engines import Small, train
 from tests.problem import optimizer_for
@@ -36,7 +36,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The programs that are compiled; they run as recorded, since the compiler takes half a minute for each."""
     made: list[Any] = []
     monkeypatch.setattr(replay, "Compiled", lambda program: made.append(program) or program)
-    monkeypatch.setattr(engine_choice.engine, "check", lambda *_: None)
+    monkeypatch.setattr(loop.engine, "check", lambda *_: None)
     compiled.cache_clear()
     yield made
     compiled.cache_clear()

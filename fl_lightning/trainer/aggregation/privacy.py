@@ -28,8 +28,7 @@ from fl_lightning.core import (
     to_device,
 )
 from fl_lightning.trainer.aggregation.accountant import Accountant, Method, NoiseKey, cohorts, cut, grid, rounded
-from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received, check_references
-from fl_lightning.trainer.aggregation.rules import shortening
+from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received, check_references, shortening
 from fl_lightning.trainer.participation.samplers import BernoulliSampler, CohortSampler
 
 KEY = "trainer.privacy"
@@ -106,8 +105,12 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
         require(
             noise_multiplier is not None or epsilon is not None, f"{KEY}.noise_multiplier", None, "give it, or epsilon"
         )
-        some = not noise_multiplier or noise_multiplier >= LEAST
-        require(some, f"{KEY}.noise_multiplier", noise_multiplier, f"give a number of at least {LEAST}, or 0")
+        require(
+            not noise_multiplier or noise_multiplier >= LEAST,
+            f"{KEY}.noise_multiplier",
+            noise_multiplier,
+            f"give a number of at least {LEAST}, or 0",
+        )
         self.clip, self.noise_multiplier, self.epsilon, self.delta = clip, noise_multiplier, epsilon, delta
         self.method: Method = accountant
         self.per_tensor, self.noise_seed = per_tensor, noise_seed
@@ -140,9 +143,8 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
             f"{KEY}.per_tensor = true: for algorithms that upload the whole model alone; {name} uploads "
             f"{'a part of it' if not objective.has_global_model else ', '.join(objective.wire[1])}; set it to false",
         )
-        buffers = objective.net_buffers
         ensure(
-            buffers is None or buffers.policy != "reset",
+            objective.net_buffers is None or objective.net_buffers.policy != "reset",
             f"model.buffers = reset: under {KEY} statistics would be estimated on the clients' data without noise; "
             "set it to average or local",
         )
@@ -337,8 +339,10 @@ class AdaptivePrivacy(GaussianPrivacy):
         clip = self.bound_of(received.server)
         sums, norms = self.clipped(received, clip)
         below = ((norms <= clip).to(norms) - 0.5).sum(0, keepdim=True)  # from -1/2 to 1/2 for each client
-        found = {name: (total, self.noise_std(clip)) for name, total in sums.items()}
-        return found | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
+        return {
+            **{name: (total, self.noise_std(clip)) for name, total in sums.items()},
+            "privacy_below": (below, self.count_std if self.accountant.noise else 0.0),
+        }
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         clip = server.privacy_clip * torch.exp(-self.clip_lr * ((uploads.mean("privacy_below") + 0.5) - self.quantile))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fl_lightning.core import PositiveInt, State, UserError, ensure
+from fl_lightning.core import PositiveInt, State, ensure
 from fl_lightning.engine import LocalResult
 from fl_lightning.results.metrics import Mode, mode_of
 from fl_lightning.trainer import resume
@@ -47,8 +47,10 @@ class Checkpoints(Callback):
         mode: Literal["min", "max"] | None = None,
         save_top_k: PositiveInt = 1,
     ) -> None:
-        ranked = monitor is not None or (mode, save_top_k) == (None, 1)
-        ensure(ranked, "callbacks: Checkpoints.monitor: missing; save_top_k and mode need the metric that ranks rounds")
+        ensure(
+            monitor is not None or (mode, save_top_k) == (None, 1),
+            "callbacks: Checkpoints.monitor: missing; save_top_k and mode need the metric that ranks rounds",
+        )
         self.every_n_rounds = 10 if keep_all and every_n_rounds is None else every_n_rounds
         self.keep_all = keep_all
         self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
@@ -150,9 +152,10 @@ def monitored(run: Run, callback: str, name: str, metrics: Mapping[str, float]) 
     """
     every = [run.settings.eval_every, *(getattr(c, "every_n_rounds", None) or 1 for c in run.callbacks)]
     answered = not name.startswith("client/") or "client/train/loss" in run.metrics
-    if name not in run.metrics and answered and run.rounds_done >= min(max(every), run.max_rounds):
-        known = ", ".join(sorted(run.metrics))
-        raise UserError(f"trainer.callbacks: {callback}.monitor = {name}: no such metric; choose from {known}")
+    ensure(
+        name in run.metrics or not answered or run.rounds_done < min(max(every), run.max_rounds),
+        f"trainer.callbacks: {callback}.monitor = {name}: no such metric; choose from {', '.join(sorted(run.metrics))}",
+    )
     return metrics.get(name)
 
 

@@ -45,7 +45,6 @@ from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.flight import EVENTS, Event
 from fl_lightning.trainer.loggers import WandbLogger
 from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.storage import records
 
 MOST, AROUND = 200, 6
 """Most rounds of the live table; lines of the terminal that it leaves to its head, the bar and the lines above it."""
@@ -112,9 +111,13 @@ class Progress(Callback):
             self._live.update(self._view())
         elif self._bar.get_time() - self._last_line >= self.min_seconds or run.finished:
             self._last_line = self._bar.get_time()
-            known = [f"{title(name)} {_number(run.metrics[name])}" for name in self._columns]
-            line = "  ".join([f"round {run.rounds_done}/{run.max_rounds}", *known])
-            self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
+            self.console.print(
+                f"round {run.rounds_done}/{run.max_rounds}",
+                *(f"{title(name)} {_number(run.metrics[name])}" for name in self._columns),
+                sep="  ",
+                highlight=False,
+                soft_wrap=not self.console.is_terminal,
+            )
 
     @rank_zero_only
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -256,8 +259,7 @@ def _accepted(callback: Any) -> Callback:
         return callback
     if isinstance(callback, theirs.EarlyStopping):
         return EarlyStoppingAdapter(callback, callback.state_dict())
-    if isinstance(callback, theirs.Callback):
-        raise UserError(callback_of_lightning(name))
+    ensure(not isinstance(callback, theirs.Callback), callback_of_lightning(name))
     if isinstance(callback, type):
         raise UserError(
             f"trainer.callbacks: {callback.__name__} is a class; give an object, as {callback.__name__}(...)"
@@ -268,13 +270,13 @@ def _accepted(callback: Any) -> Callback:
 class EventLog(Callback):
     """Writes a line for each event; the columns are those of `Event`."""
 
+    @rank_zero_only
     def on_fit_start(self, run: Run) -> None:
-        if run.fabric.is_global_zero:
-            records.drop_later_rounds(run.folder.path / EVENTS, run.rounds_done)
+        run.folder.drop_later_rounds(EVENTS, run.rounds_done)
 
+    @rank_zero_only
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
-        if run.fabric.is_global_zero:
-            records.append_rows(run.folder.path / EVENTS, Event._fields, run.state.training["events"])
+        run.folder.append_rows(EVENTS, Event._fields, run.state.training["events"])
 
 
 class Results(Callback):

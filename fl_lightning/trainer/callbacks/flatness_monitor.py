@@ -1,7 +1,8 @@
 """Flatness of the global and the local models during training."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -26,8 +27,6 @@ from fl_lightning.trainer.measurements import (
 )
 from fl_lightning.trainer.round import Round
 from fl_lightning.trainer.run import Callback, Run
-from fl_lightning.trainer.session import before_the_round
-from fl_lightning.trainer.storage import records
 
 
 class FlatnessMonitor(Callback):
@@ -77,7 +76,7 @@ class FlatnessMonitor(Callback):
         if run.fabric.is_global_zero:
             for metric in self.metrics:
                 metric.resume(run)
-            records.drop_later_rounds(run.folder.path / MEASUREMENTS, run.rounds_done)
+            run.folder.drop_later_rounds(MEASUREMENTS, run.rounds_done)
 
     def on_round_start(self, run: Run, ctx: RoundContext, cohort: list[int]) -> None:
         started = time.perf_counter()
@@ -111,8 +110,13 @@ class FlatnessMonitor(Callback):
             self._write(run, found)
             self._seconds += time.perf_counter() - started
             self._total += self._seconds
-            share = self._total / (time.perf_counter() - self._started)
-            run.log(scalars(found) | {"time/flatness_s": self._seconds, "time/flatness_share": share})
+            run.log(
+                {
+                    **scalars(found),
+                    "time/flatness_s": self._seconds,
+                    "time/flatness_share": self._total / (time.perf_counter() - self._started),
+                }
+            )
         self._previous, self._seen = mean, run.rounds_done
 
     def on_last_round(self, run: Run) -> None:
@@ -130,9 +134,8 @@ class FlatnessMonitor(Callback):
         with (run.folder.path / MEASUREMENTS).open("a") as file:
             for measurement in measurements:
                 file.write(json_text({"round": run.rounds_done, "seed": run.seed, **vars(measurement)}))
-        label = f"{run.folder.label}, round {run.rounds_done}"
         for logger in run.own_loggers:
-            show(logger, measurements, run.rounds_done, label)
+            show(logger, measurements, run.rounds_done, f"{run.folder.label}, round {run.rounds_done}")
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -161,7 +164,7 @@ def replay(run: Run, callback: Callback) -> None:
     t, (_, states) = run.rounds_done - 1, run.before
     if state := states[run.callbacks.index(callback)]:
         callback.load_state_dict(state)
-    with before_the_round(run):
+    with _before_the_round(run):
         if run.kind == "centralized":
             callback.on_round_start(run, run.round_context(t), [])
         else:
@@ -174,6 +177,17 @@ def replay(run: Run, callback: Callback) -> None:
                     again.apply()
                     callback.on_round_end(run)
     callback.on_round_end(run)
+
+
+@contextmanager
+def _before_the_round(run: Run) -> Iterator[None]:
+    """Within it, state and clients' rows are those before the round or program that has just been trained."""
+    state, rows = run.state, run.clients.rollback()
+    run.state = run.before[0]
+    try:
+        yield
+    finally:
+        run.apply(state, rows)
 
 
 def numbered(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -213,6 +227,7 @@ def figures(measurements: Sequence[Measurement], label: str) -> dict[str, Callab
         if "eigenvalues" in m.details:
             found[m.name.replace("lambda_1", "spectrum")] = partial(plot_spectrum, {label: m.details["eigenvalues"]})
         if "density" in m.details:
-            drawn = {label: (m.details["grid"], m.details["density"])}
-            found[m.name.replace("density_mean", "density")] = partial(plot_density, drawn)
+            found[m.name.replace("density_mean", "density")] = partial(
+                plot_density, {label: (m.details["grid"], m.details["density"])}
+            )
     return found

@@ -5,8 +5,6 @@ import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -26,18 +24,13 @@ Picture = Path | Callable[[], Figure]
 """A file, or a function that draws: loggers without pictures do not call it."""
 
 
-def needs(logger: str, *packages: str) -> None:
-    """Refuses a logger if none of the packages that it can use is installed."""
-    ensure(any(map(find_spec, packages)), f"trainer.loggers = {logger}: needs {packages[0]}; pip install {packages[0]}")
-
-
 def pixels(picture: Picture) -> np.ndarray:
     """Returns a picture as bytes ``(height, width, 4)``."""
     from PIL import Image
 
     with style():
         (file,) = [picture.read_bytes()] if isinstance(picture, Path) else render(picture(), png={})
-    return np.asarray(Image.open(BytesIO(file)).convert("RGBA"))
+    return np.asarray(Image.open(io.BytesIO(file)).convert("RGBA"))
 
 
 @dataclass(frozen=True)
@@ -218,9 +211,11 @@ def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str],
     if head == ["round"] and not lines:
         return columns or head, [{"round": str(k + 1)} for k in range(rounds)]
     rows = [dict(zip(head, line, strict=False)) for line in lines[:rounds]]
-    whole = {*columns} <= {*head} and len({*head}) == len(head) and len(rows) == rounds
     ensure(
-        whole and state.get("checksums", {}).get(rounds) == _checksum(rows),
+        {*columns} <= {*head}
+        and len({*head}) == len(head)
+        and len(rows) == rounds
+        and state.get("checksums", {}).get(rounds) == _checksum(rows),
         f"{path}: its rows of {rounds} rounds are not those that the run has written; {remedy}",
     )
     return head, rows

@@ -33,7 +33,7 @@ from fl_lightning.results import (
     read_run,
     values,
 )
-from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, RunLogger, needs, pixels
+from fl_lightning.trainer.loggers.base import About, FigureLogger, Picture, RunLogger, pixels
 
 METRICS = ("server/test/acc", "server/test/loss")
 """Columns of the page HPARAMS beside the settings."""
@@ -56,7 +56,10 @@ class TensorBoardLogger(FigureLogger):
     experiment: Any = None
 
     def __init__(self) -> None:
-        needs("TensorBoardLogger", "tensorboard", "tensorboardX")
+        ensure(
+            any(map(find_spec, ("tensorboard", "tensorboardX"))),
+            "trainer.loggers = TensorBoardLogger: needs tensorboard; pip install tensorboard",
+        )
 
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
@@ -187,8 +190,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         if not self.installed:
             rank_zero_warn("WandbLogger: wandb is not installed, so W&B gets nothing; run pip install wandb")
             return
-        import wandb
-
+        wandb = self._wandb = import_module("wandb")
         tags = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
         try:
             self.run = wandb.init(
@@ -200,7 +202,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
                 name=self.run_name or f"{run_dir.parent.name}/{run_dir.name}",
                 id=state.get("id"),
                 resume="allow",
-                mode=self.mode,  # type: ignore[arg-type]
+                mode=self.mode,
                 reinit="create_new",  # parallel runs log side by side
                 dir=run_dir,
                 settings=wandb.Settings(silent=True, console="off"),
@@ -229,8 +231,8 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         for name, value in metrics.items():
             if name not in self._defined and is_result(name):  # W&B keeps the best value of it, too
                 self._defined.add(name)
-                mode = mode_of(name, None, self._directions)
-                self.run.define_metric(name, step_metric="round", summary=f"{mode},last")
+                summary = f"{mode_of(name, None, self._directions)},last"
+                self.run.define_metric(name, step_metric="round", summary=summary)
             self._columns.setdefault(name, Series()).append(step, value)
             if name.startswith("server/test/") and not name.endswith("/loss"):
                 row[f"{name}{SUFFIX}"] = average(values(name, self._columns[name], step, self._about.eval_last))
@@ -244,16 +246,13 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
     def log_clients(self, name: str, values: Sequence[float], round: int) -> None:
         finite = [value for value in values if math.isfinite(value)]
         if self.run and finite:
-            import wandb
-
-            bins = np.histogram(finite, bins=min(len(finite), 32))
-            self._pending[f"{name}_clients"] = wandb.Histogram(np_histogram=bins)
+            self._pending[f"{name}_clients"] = self._wandb.Histogram(
+                np_histogram=np.histogram(finite, bins=min(len(finite), 32))
+            )
 
     def log_figure(self, name: str, picture: Picture, round: int) -> None:
         if self.run and self.mode != "disabled":
-            import wandb
-
-            self._pending[name] = wandb.Image(pixels(picture))
+            self._pending[name] = self._wandb.Image(pixels(picture))
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -295,9 +294,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
 
     def _log_artifact(self, kind: str, alias: str, files: Sequence[Path]) -> None:
         """Logs files of the run folder that exist, under second names, as later files take their place."""
-        import wandb
-
-        made = wandb.Artifact(f"{kind}-{self.run.id}", kind)
+        made = self._wandb.Artifact(f"{kind}-{self.run.id}", kind)
         for file in filter(Path.exists, files):
             name = file.relative_to(self.dir)
             kept = _kept(file, Path(self.run.dir).parent / "artifacts" / name)

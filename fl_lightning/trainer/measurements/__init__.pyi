@@ -1,10 +1,12 @@
 from .base import Measure as Measure
 from .base import Measurement as Measurement
 from .base import MeasurementContext as MeasurementContext
+from .base import PseudoGradient as PseudoGradient
 from .base import check_statistics as check_statistics
 from .base import dry_round as dry_round
 from .clients import ClientEvaluation as ClientEvaluation
-from .clients import ClientLambdaMax as ClientLambdaMax
+from .clients import DeltaEpsilon as DeltaEpsilon
+from .clients import Updates as Updates
 from .curvature import check_measures as check_measures
 from .sharpness import LPF as LPF
 from .sharpness import AdaptiveSharpness as AdaptiveSharpness
@@ -13,10 +15,8 @@ from .sharpness import CriticalSharpness as CriticalSharpness
 from .sharpness import Discrepancy as Discrepancy
 from .sharpness import Sharpness as Sharpness
 from .sharpness import default_measures as default_measures
+from .spectra import ClientLambdaMax as ClientLambdaMax
 from .spectra import HessianTrace as HessianTrace
 from .spectra import LambdaMax as LambdaMax
 from .spectra import SpectralDensity as SpectralDensity
 from .spectra import Spectrum as Spectrum
-from .updates import DeltaEpsilon as DeltaEpsilon
-from .updates import PseudoGradient as PseudoGradient
-from .updates import Updates as Updates

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, State, ensure
+from fl_lightning.core import Checked, State, accumulator_dtype, ensure
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress
 from fl_lightning.results.metrics import protocol
@@ -152,6 +152,29 @@ class MeasurementContext:
         }
 
 
+class PseudoGradient:
+    """Δ̃ = w̃ - Σ_k p_k w_k over a cohort, p_k as the algorithm weights its clients.
+
+    Args:
+        run: The run, whose processes share the cohort.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self._sum, self._weight = run, torch.zeros_like(run.server.w), 0.0
+
+    def add(self, result: LocalResult) -> None:
+        """Adds a local result of this process; as in the average, one that is not finite is left out."""
+        if result.finite:
+            weight = 1.0 if self.run.objective.weighting == "uniform" else float(result.ctx.n_k)
+            self._sum, self._weight = self._sum + weight * (result.received.w - result.w), self._weight + weight
+
+    def value(self) -> Tensor | None:
+        """Returns Δ̃, ``(d,)``, the same on every process; None if there was no client."""
+        fabric, dtype = self.run.fabric, accumulator_dtype(self._sum.device)
+        weight = float(collectives.all_reduce_sum(fabric, self._sum.new_tensor(self._weight, dtype=dtype)))
+        return collectives.all_reduce_sum(fabric, self._sum) / weight if weight else None
+
+
 class Measure(Checked, key="measure: {}"):
     """Base class of measures: `update` sees every local model of a round, and `compute` returns the measurements.
 
@@ -214,10 +237,12 @@ def local_loss(run: Run, client: int, w: Tensor, chosen: Tensor | None = None) -
         w: Its model, ``(d,)``.
         chosen: Indices into the training data; by default the client's own.
     """
-    batches = partial(run.data.eval_batches, run.data.clients[client] if chosen is None else chosen, run.dtype)
     return {
-        "model": run.objective.net, "loss": run.objective.evaluation_loss, "batches": batches, "at": w
-    }  # fmt: skip
+        "model": run.objective.net,
+        "loss": run.objective.evaluation_loss,
+        "batches": partial(run.data.eval_batches, run.data.clients[client] if chosen is None else chosen, run.dtype),
+        "at": w,
+    }
 
 
 def dry_round(

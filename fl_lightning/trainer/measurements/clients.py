@@ -1,38 +1,41 @@
-"""Measures of each client: the evaluation of models on its data, and the curvature there."""
+"""Measures of the clients' models and updates: evaluation on each client's data; norms, distances and angles."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import mean
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning import flatness
-from fl_lightning.core import NonNegativeInt, Positive, PositiveInt, State, ensure, numpy_generator, require
+from fl_lightning.core import (
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    State,
+    ensure,
+    numpy_generator,
+    require,
+)
 from fl_lightning.data import Batch, class_counts
 from fl_lightning.engine import LocalResult
+from fl_lightning.flatness import cosine, delta_epsilon
 from fl_lightning.results.clients import ADAPTED, FILE, GLOBAL, LOCAL, UNSEEN, statistics
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.evaluation import Split
 from fl_lightning.trainer.measurements.base import (
-    Clients,
     Measure,
     Measurement,
     MeasurementContext,
+    PseudoGradient,
     check_statistics,
-    local_loss,
+    dry_round,
     local_models,
-    own_models,
 )
-from fl_lightning.trainer.measurements.curvature import CurvatureMeasure
 from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.storage import records
 
 Score = tuple[float, float]
 """The data's metric and the mean loss on a client's test data."""
@@ -166,15 +169,26 @@ class ClientEvaluation(Measure):
     def check(self, run: Run) -> None:
         name, tested = type(self).__name__, len(client_data(run).clients)
         ensure(tested > 0, f"data = {type(run.data).__name__}: no client has test data; leave {name} out")
-        most = f"{tested} clients have test data; give at most that"
-        require(self.clients is None or self.clients <= tested, f"measure: {name}.clients", self.clients, most)
-        own = run.objective.own_part is not None
-        which = "no part gives clients models of their own; set it to 0"
-        require(own or not self.adapt_epochs, f"measure: {name}.adapt_epochs", self.adapt_epochs, which)
+        require(
+            self.clients is None or self.clients <= tested,
+            f"measure: {name}.clients",
+            self.clients,
+            f"{tested} clients have test data; give at most that",
+        )
+        require(
+            run.objective.own_part is not None or not self.adapt_epochs,
+            f"measure: {name}.adapt_epochs",
+            self.adapt_epochs,
+            "no part gives clients models of their own; set it to 0",
+        )
         if not run.objective.personal:
             check_statistics(run.objective)
-        alone = "centralized training has no local models; set it to false"
-        require(not self.local_models or run.kind == "federated", f"measure: {name}.local_models", "true", alone)
+        require(
+            not self.local_models or run.kind == "federated",
+            f"measure: {name}.local_models",
+            "true",
+            "centralized training has no local models; set it to false",
+        )
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         run, data, of = context.run, context.run.data, client_data(context.run)
@@ -206,10 +220,10 @@ class ClientEvaluation(Measure):
         return found
 
     def keep(self, run: Run) -> None:
-        records.append_rows(run.folder.path / FILE, self._head, self._rows)
+        run.folder.append_rows(FILE, self._head, self._rows)
 
     def resume(self, run: Run) -> None:
-        records.drop_later_rounds(run.folder.path / FILE, run.rounds_done)
+        run.folder.drop_later_rounds(FILE, run.rounds_done)
 
 
 def evaluate_round(run: Run, losses: Sequence[float]) -> None:
@@ -293,100 +307,106 @@ def _measurements(run: Run, place: str, scores: Scores, model: str, what: str) -
     ]
 
 
-class ClientLambdaMax(CurvatureMeasure):
-    """``client_lambda_max_local`` and ``_global`` of the local models, on their own data and on that of all clients.
+class Updates(Measure):
+    """Norms, distances and angles of a round's models.
 
-    They are lambda_1,l and lambda_1,g of FedGloSS's Table 1, and the curves of the ECCV paper's Figure 4. The mean over
-    the clients is logged; each client's value goes to ``flatness.jsonl``.
+    - ``norm_w``: ‖w^{t+1}‖.
+    - ``pseudo_gradient_norm``: ‖Δ̃^t‖, Δ̃^t = w̃^t - Σ_k p_k w_k, with w̃^t the model that was sent; and
+      ``pseudo_gradient_cosine`` with that of the round before, if its local models were seen: a run that ends in an
+      evaluated round before ``max_rounds`` may have trained it in a program.
+    - ``drift``: mean ‖w̃^t - w_k‖, D of FedGF. ``distance`` and ``distance_max``: ‖w^{t+1} - w_k‖, the terms of FedGF's
+      Theorem 2.
+    - ``divergence_previous`` and ``divergence_next``: mean ‖w_k - w^t‖² and ‖w_k - w^{t+1}‖² (FedSMOO, Table 2).
+    - ``step_sharpness``: rho ‖w^t - w^{t+1}‖ (FedGMT, Eq. 5).
+    - Scalars of the server's state, such as ``server_c`` of FedGF.
 
     Args:
-        data: local, global, or both.
-        samples: Size of the stratified sample for "global"; null: all. "local" uses all of the client's data.
-        iterations: Maximum number of products.
-        tol: Relative residual to stop at; null: as in `flatness.lambda_max`.
-        clients: cohort: the local models of the round. all: those of all clients, each trained from w^t for this
-            measure; the names then end in ``_all``. own: the clients' own models after the round (`Personal`,
-            `Ditto`), of those that have trained; the names then end in ``_own``, and those of the largest in
-            ``_own_max``.
-        **kwargs: The matrix, as for `CurvatureMeasure`.
+        rho: Radius of ``step_sharpness``.
+    """
+
+    tracks = True
+    needs_statistics = False
+
+    def __init__(self, rho: Positive = 0.05) -> None:
+        self.rho = rho
+
+    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+        self._models: list[LocalResult] = []
+
+    def update(self, run: Run, result: LocalResult) -> None:
+        self._models.append(result)
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        models, self._models = self._models, []
+        mine = {
+            r.client: [float((r.w - w).norm()) for w in (r.received.w, context.before, context.after)] for r in models
+        }
+        found = collectives.all_gather_dict(context.run.fabric, mine)
+        values = {"norm_w": float(context.after.norm())}
+        if found:
+            received, before, after = zip(*found.values(), strict=True)
+            values |= {
+                "drift": mean(received),
+                "distance": mean(after),
+                "distance_max": max(after),
+                "divergence_previous": mean(d * d for d in before),
+                "divergence_next": mean(d * d for d in after),
+                "step_sharpness": self.rho * float((context.before - context.after).norm()),
+            }
+        if context.pseudo_gradient is not None:
+            values["pseudo_gradient_norm"] = float(context.pseudo_gradient.norm())
+            if context.previous is not None:
+                values["pseudo_gradient_cosine"] = cosine(context.pseudo_gradient, context.previous)
+        values |= {f"server_{name}": float(v) for name, v in context.new.items() if v.numel() == 1}
+        settings = {"step_sharpness": {"rho": self.rho}}
+        data = f"{len(found)} clients" if found else ""
+        return [
+            Measurement(name=name, value=v, model="models of the round", data=data, settings=settings.get(name, {}))
+            for name, v in values.items()
+        ]
+
+
+class DeltaEpsilon(Measure):
+    """``delta_epsilon``: distance of the last pseudo-gradient from the true one (FedGloSS, Eq. 6), from 0 to 2 rho.
+
+    It trains the cohort once more, from the unperturbed global model. ``delta_epsilon_cosine`` is the cosine of the
+    two. The first round has no last pseudo-gradient.
+
+    Args:
+        rho: The server's radius; null: the algorithm's own ``rho``.
     """
 
     local = True
-    of_global_model = False
+    tracks = True
+    needs_statistics = False
 
-    def __init__(
-        self,
-        data: list[Literal["local", "global"]] | None = None,
-        samples: PositiveInt | None = 1000,
-        iterations: PositiveInt = 100,
-        tol: Positive | None = None,
-        clients: Clients | Literal["own"] = "cohort",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        require(data != [], "measure: ClientLambdaMax.data", data, "name local, global or both")
-        self.data: list[Literal["local", "global"]] = ["local"] if data is None else data
-        self.samples, self.iterations, self.tol, self.clients = samples, iterations, tol, clients
-
-    @property
-    def needs_statistics(self) -> bool:  # type: ignore[override]
-        return self.clients == "own"  # local models have those of the round
-
-    @property
-    def of_round(self) -> bool:
-        return self.clients != "own"
+    def __init__(self, rho: Positive | None = None) -> None:
+        self.rho = rho
 
     def check(self, run: Run) -> None:
-        super().check(run)
-        none = "no part gives clients models of their own; choose cohort or all"
-        require(self.clients != "own" or run.objective.personal, "measure: ClientLambdaMax.clients", "own", none)
+        require(
+            self.rho is not None or isinstance(getattr(run.objective, "rho", None), (int, float)),
+            "measure: DeltaEpsilon.rho",
+            self.rho,
+            f"{type(run.objective).__name__} has no rho of its own, give one",
+        )
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
-        self._found: dict[str, dict[int, tuple[float, float, int]]] = {where: {} for where in self.data}
-        if self.clients == "all" and cohort:
-            local_models(run, range(run.data.num_clients), partial(self._add, run), len(cohort))
-
-    def update(self, run: Run, result: LocalResult) -> None:
-        if self.clients == "cohort":
-            self._add(run, result)
-
-    def _add(self, run: Run, result: LocalResult) -> None:
-        if result.finite:
-            self._at(run, result.client, result.w)
-
-    def _at(self, run: Run, client: int, w: Tensor) -> None:
-        for where, found in self._found.items():
-            chosen = run.data.clients[client] if where == "local" else run.data.sample_indices(self.samples, run.seed)
-            matrix = self.matrix(local_loss(run, client, w, chosen))
-            top = flatness.lambda_max(matrix, iterations=self.iterations, tol=self.tol, seed=run.seed)
-            found[client] = (top.value, top.residual, len(chosen))
+        mean = PseudoGradient(run)
+        dry_round(run, cohort, mean.add, perturb=False)
+        self._true = mean.value()
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        measurements, end = [], "" if self.clients == "cohort" else f"_{self.clients}"
-        if self.clients == "own":
-            self.begin(context.run, ())
-            context.run.load_statistics(context.model)
-            models = own_models(context.run)
-            for client in filter(context.run.clients.owns, models):
-                self._at(context.run, client, models[client])
-        for where, mine in self._found.items():
-            found = collectives.all_gather_dict(context.run.fabric, mine)
-            if not found:  # no client has answered
-                continue
-            values, residuals, sizes = zip(*found.values(), strict=True)
-            own = where == "local"
-            mean_of = Measurement(
-                name=f"{self.prefix}client_lambda_max_{where}{end}",
-                value=mean(values),
-                model="own models" if self.clients == "own" else "local models",
-                data=f"own data of {len(found)} clients" if own else "training data",
-                samples=sum(sizes) if own else sizes[0],
-                residual=max(residuals),
-                settings={"mean over": len(found), **self.protocol},
-                details={"clients": dict(zip(map(str, found), values, strict=True))},
-            )
-            measurements.append(mean_of)
-            if self.clients == "own":
-                name, settings = f"{mean_of.name}_max", self.protocol
-                measurements.append(replace(mean_of, name=name, value=max(values), settings=settings, details={}))
-        return measurements
+        true, self._true = self._true, None
+        if context.previous is None or true is None:
+            return []
+        rho = float(context.run.objective.rho if self.rho is None else self.rho)  # type: ignore[arg-type]
+        values = {
+            "delta_epsilon": delta_epsilon(context.previous, true, rho),
+            "delta_epsilon_cosine": cosine(context.previous, true),
+        }
+        data = f"{len(context.cohort)} clients"
+        return [
+            Measurement(name=name, value=v, model="pseudo-gradients", data=data, settings={"rho": rho})
+            for name, v in values.items()
+        ]

@@ -131,8 +131,10 @@ def _check_derivatives(net: str, measure: CurvatureMeasure, loss: Mapping[str, A
     except Exception:  # a net that cannot be copied, or has a dtype of its own, or a device without float64
         return
     apart, scale = float(v @ one - u @ other), float(one.norm() * v.norm())
-    wrong = f"measure: {name}: the second derivatives of {net} are no symmetric matrix, so torch's are wrong; {remedy}"
-    ensure(not abs(apart) > 1e-3 * scale, wrong)
+    ensure(
+        not abs(apart) > 1e-3 * scale,
+        f"measure: {name}: the second derivatives of {net} are no symmetric matrix, so torch's are wrong; {remedy}",
+    )
 
 
 def _products(measure: CurvatureMeasure, loss: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -149,8 +151,7 @@ def _with_smoothness(
     """Returns measurements with their step and what they are of, and by how much a halved step moves a product."""
     draw = torch.Generator().manual_seed(0)
     moved = matrix.halving(torch.randn(matrix.shape[0], generator=draw).to(matrix.f.w.detach()))
-    curvature = "smoothed over the step" if moved > SMOOTHED else "of the loss"
-    more = {"step": matrix.step, "curvature": curvature}
+    more = {"step": matrix.step, "curvature": "smoothed over the step" if moved > SMOOTHED else "of the loss"}
     found = [replace(each, settings={**each.settings, **more}) for each in measurements]
     return [
         *found,
@@ -173,9 +174,13 @@ def _in_float64(loss: Mapping[str, Any]) -> Mapping[str, Any]:
     def losses(z: Tensor, y: Tensor) -> Tensor:
         return loss["loss"](z, y) + SQUARES * z.reshape(len(z), -1).square().sum(1)  # type: ignore[no-any-return]
 
-    batches = [(map_tensors(double, x), double(y)) for x, y in loss["batches"]]
-    model = deepcopy(loss["model"]).double()
-    return {**loss, "model": model, "loss": losses, "batches": batches, "at": double(loss["at"])}
+    return {
+        **loss,
+        "model": deepcopy(loss["model"]).double(),
+        "loss": losses,
+        "batches": [(map_tensors(double, x), double(y)) for x, y in loss["batches"]],
+        "at": double(loss["at"]),
+    }
 
 
 def check_measures(measures: Sequence[Measure], run: Run) -> None:
@@ -194,8 +199,12 @@ def check_measures(measures: Sequence[Measure], run: Run) -> None:
         measure.check(run)
         for each in measure.blocks(run) if isinstance(measure, CurvatureMeasure) else ():
             other = matrices.setdefault(each.prefix, each.protocol)
-            same = "names differ by letters and digits only; measure one of the two, or write the pattern otherwise"
-            require(other == each.protocol, "measure: parameters", f"{each.parameters} beside {other}", same)
+            require(
+                other == each.protocol,
+                "measure: parameters",
+                f"{each.parameters} beside {other}",
+                "names differ by letters and digits only; measure one of the two, or write the pattern otherwise",
+            )
 
 
 class GlobalCurvature(CurvatureMeasure):
@@ -234,15 +243,21 @@ class GlobalCurvature(CurvatureMeasure):
 
     def check(self, run: Run) -> None:
         shared, spec = run.objective.shared, run.net.spec.names
-        nothing = f"measure: {type(self).__name__}: all weights stay with clients; take ClientLambdaMax(clients: own)"
-        ensure(shared != [], nothing)
-        split = f"measure: split = {self.split}: clients' own models are measured on train"
-        ensure(shared is None or self.split == "train", split)
+        ensure(
+            shared != [],
+            f"measure: {type(self).__name__}: all weights stay with clients; take ClientLambdaMax(clients: own)",
+        )
+        ensure(
+            shared is None or self.split == "train",
+            f"measure: split = {self.split}: clients' own models are measured on train",
+        )
         super().check(run)
         stays = {*matching(spec, self.parameters)} - {*shared} if self.parameters and shared is not None else ()
         ensure(not stays, f"parameters = {self.parameters}: some stay with each client; take ClientLambdaMax for these")
-        problem = "measure: merged = true: some weights stay with each client; set it to false"
-        ensure(shared is None or not self.merged, problem)
+        ensure(
+            shared is None or not self.merged,
+            "measure: merged = true: some weights stay with each client; set it to false",
+        )
 
     def estimate(self, matrix: Matrix, **options: Any) -> Any:
         """Calls the function of `fl_lightning.flatness` with seed and progress."""

@@ -357,6 +357,5 @@ class CriticalSharpness(Measure):
             moves = median(each.rate / k_lr for each, k_lr in crossings.values())
             found.append(Measurement(name=f"critical_moves{end}", value=moves, **common))
         if of in ("clients", "own"):
-            share = 1 - len(positive) / len(rates)
-            found.append(Measurement(name=f"critical_ascending{end}", value=share, **common))
+            found.append(Measurement(name=f"critical_ascending{end}", value=1 - len(positive) / len(rates), **common))
         return found

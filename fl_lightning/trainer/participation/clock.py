@@ -109,8 +109,10 @@ class Clock(Checked, key="trainer.clock"):
         max_time_s: Positive | None = None,
     ) -> None:
         key = "trainer.clock"
-        given = "give either devices, a CSV file, or sec_per_sample, the median seconds of a sample's forward pass"
-        ensure((devices is None) != (sec_per_sample is None), f"{key}: {given}")
+        ensure(
+            (devices is None) != (sec_per_sample is None),
+            f"{key}: give either devices, a CSV file, or sec_per_sample, the median seconds of a sample's forward pass",
+        )
         self.rows = [] if devices is None else read_devices(devices, f"{key}.devices")
         self.median = Device(sec_per_sample or 0.0, down_mbps or float("inf"), up_mbps or float("inf"), latency_s)
         self.sigma, self.bandwidth_sigma, self.server_s = sigma, bandwidth_sigma, server_s
@@ -247,9 +249,12 @@ class Asynchronous(Checked, key="trainer.asynchronous"):
             now: What a client would receive now.
             staleness: As for `weight`.
         """
-        weight, name = self.weight(staleness), type(self).__name__
-        problem = f"weight({staleness}) returns {weight!r:.40}; return a finite number"
-        ensure(hasattr(weight, "__float__") and isfinite(weight), f"trainer.asynchronous = {name}: {problem}")
+        weight = self.weight(staleness)
+        ensure(
+            hasattr(weight, "__float__") and isfinite(weight),
+            f"trainer.asynchronous = {type(self).__name__}: weight({staleness}) returns {weight!r:.40}; return a "
+            "finite number",
+        )
         return upload if weight == 1 and received is now else now + weight * (upload - received)
 
 
@@ -324,8 +329,12 @@ class FedAsync(Asynchronous):
         max_staleness: NonNegativeInt | None = None,
     ) -> None:
         super().__init__(1, None, concurrency, max_staleness)
-        constant = staleness == "constant" and decay is not None
-        require(not constant, "trainer.asynchronous.decay", decay, "staleness constant has none; leave it out")
+        require(
+            staleness != "constant" or decay is None,
+            "trainer.asynchronous.decay",
+            decay,
+            "staleness constant has none; leave it out",
+        )
         self.alpha, self.staleness, self.grace = alpha, staleness, grace
         self.decay = (10.0 if staleness == "hinge" else 0.5) if decay is None else decay
 

@@ -281,8 +281,10 @@ def failure_lines(before: Failures, t: int, refused: Sequence[int]) -> list[str]
     new = sorted(set(refused) - known.keys())
     if not new or len(known) >= LINES:
         return []
-    named = f"{listed('client', new)} (each is named once; counts are in clients.csv)"
-    return [f"round {t + 1}: not finite and left out: {named}"]
+    return [
+        f"round {t + 1}: not finite and left out: {listed('client', new)} (each is named once; counts are in "
+        "clients.csv)"
+    ]
 
 
 def listed(what: str, ids: Sequence[int]) -> str:

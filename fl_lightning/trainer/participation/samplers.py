@@ -107,8 +107,12 @@ class BernoulliSampler(CohortSampler):
         self.p, self.redraw = p, redraw
 
     def check(self, rounds: int, m: int) -> None:
-        few = f"with {m} clients almost all cohorts would be empty; raise it"
-        require(self.p * m >= 1e-3, "trainer.sampler.p", self.p, few)
+        require(
+            self.p * m >= 1e-3,
+            "trainer.sampler.p",
+            self.p,
+            f"with {m} clients almost all cohorts would be empty; raise it",
+        )
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
         generator = numpy_generator(seed, "cohort", t)
@@ -145,10 +149,11 @@ class ReplaySampler(CohortSampler):
             )
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
-        few = (
-            f"trainer.sampler.rounds holds {len(self.rounds)} rounds, and cohort {t + 1} is needed; take a longer trace"
+        ensure(
+            t < len(self.rounds),
+            f"trainer.sampler.rounds holds {len(self.rounds)} rounds, and cohort {t + 1} is needed; take a longer "
+            "trace",
         )
-        ensure(t < len(self.rounds), few)
         return list(self.rounds[t])
 
 

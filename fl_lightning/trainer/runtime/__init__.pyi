@@ -7,6 +7,7 @@ from .environment import quiet as quiet
 from .environment import repeatable_convolutions as repeatable_convolutions
 from .environment import unbroken_output as unbroken_output
 from .signals import Interruption as Interruption
+from .signals import check_interruption as check_interruption
 from .signals import default_actions as default_actions
 from .signals import undisturbed as undisturbed
 from .signals import with_starter as with_starter

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed import TCPStore as Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -22,7 +21,7 @@ from fl_lightning.core import Uploads, UserError
 from fl_lightning.trainer.runtime.signals import rank_and_first
 
 V = TypeVar("V")
-_store: Store | None = None
+_store: TCPStore | None = None
 _place = 0, 1  # this process's rank, and the number of processes
 
 
@@ -48,11 +47,11 @@ def connect(fabric: Fabric) -> None:
     _place = fabric.global_rank, fabric.world_size
     host, limit = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=30)
     if fabric.is_global_zero:
-        _store = Store(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        _store = TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
     port = fabric.broadcast(_store.port if _store is not None else 0)
     if not fabric.is_global_zero:
         with suppress(RuntimeError):  # no way through between the nodes: the first process of each reports
-            _store = Store(host, port, is_master=False, timeout=limit)
+            _store = TCPStore(host, port, is_master=False, timeout=limit)
 
 
 def shutdown() -> None:
@@ -112,7 +111,7 @@ def reports(seconds: float = 10.0) -> tuple[int, bool]:
     return rank, not met
 
 
-def _alive(store: Store) -> bool:
+def _alive(store: TCPStore) -> bool:
     """Returns True if a store answers. A question to a store that is gone would make torch print a long log.
 
     Raises:

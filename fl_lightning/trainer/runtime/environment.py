@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import backends
 
 from fl_lightning.core import UserError, ensure
 from fl_lightning.results.terminal import wrapped
@@ -44,18 +43,15 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
         yield
         return
     _depth += 1
-    _set(mallopt, KEPT)
+    for parameter, value in KEPT.items():
+        mallopt(parameter, value)
     try:
         yield
     finally:
         _depth -= 1
         if not _depth:
-            _set(mallopt, DEFAULT)
-
-
-def _set(mallopt: Any, values: dict[int, int]) -> None:
-    for parameter, value in values.items():
-        mallopt(parameter, value)
+            for parameter, value in DEFAULT.items():
+                mallopt(parameter, value)
 
 
 @contextmanager
@@ -72,16 +68,16 @@ def float32_products(tf32: bool) -> Iterator[None]:
     with suppress(RuntimeError):
         older["matmul"] = torch.get_float32_matmul_precision()
     with suppress(RuntimeError):
-        older["cudnn"] = backends.cudnn.allow_tf32
+        older["cudnn"] = torch.backends.cudnn.allow_tf32
     owners: list[Any] = [
-        backends.cuda.matmul,
-        backends.mkldnn.matmul if hasattr(backends.mkldnn, "matmul") else None,
-        getattr(backends.cudnn, "conv", None),
-        getattr(backends.cudnn, "rnn", None),
+        torch.backends.cuda.matmul,
+        torch.backends.mkldnn.matmul if hasattr(torch.backends.mkldnn, "matmul") else None,
+        getattr(torch.backends.cudnn, "conv", None),
+        getattr(torch.backends.cudnn, "rnn", None),
     ]
     newer = [(owner, owner.fp32_precision) for owner in owners if hasattr(owner, "fp32_precision")]
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
     for owner, _ in newer[2:]:
         owner.fp32_precision = "tf32" if tf32 else "ieee"
     try:
@@ -90,7 +86,7 @@ def float32_products(tf32: bool) -> Iterator[None]:
         if "matmul" in older:
             torch.set_float32_matmul_precision(older["matmul"])
         if "cudnn" in older:
-            backends.cudnn.allow_tf32 = older["cudnn"]
+            torch.backends.cudnn.allow_tf32 = older["cudnn"]
         for owner, value in newer:
             owner.fp32_precision = value
 
@@ -98,11 +94,11 @@ def float32_products(tf32: bool) -> Iterator[None]:
 @contextmanager
 def repeatable_convolutions(wanted: bool) -> Iterator[None]:
     """Sets whether cuDNN may only use kernels that give the same bits again, and restores what was set before."""
-    before, backends.cudnn.deterministic = backends.cudnn.deterministic, wanted
+    before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, wanted
     try:
         yield
     finally:
-        backends.cudnn.deterministic = before
+        torch.backends.cudnn.deterministic = before
 
 
 @contextmanager

@@ -35,8 +35,12 @@ def state_of(content: Mapping[str, Any], like: Tensor) -> RunState:
         content: The content of the checkpoint.
         like: A tensor of the run's dtype, on its device.
     """
-    fields = {name: content[name] for name in RunState.__dataclass_fields__}
-    return RunState(**{**fields, "server": State({name: value.to(like) for name, value in content["server"].items()})})
+    return RunState(
+        **{
+            **{name: content[name] for name in RunState.__dataclass_fields__},
+            "server": State({name: value.to(like) for name, value in content["server"].items()}),
+        }
+    )
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -64,8 +68,10 @@ def state_dict(path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: If the file is not a checkpoint of this package, or the frozen parameters are not next to it.
     """
-    found = weights.with_constants(load(path), path, "ckpt_path")
-    return {name.removeprefix("net."): value for name, value in found.items()}
+    return {
+        name.removeprefix("net."): value
+        for name, value in weights.with_constants(load(path), path, "ckpt_path").items()
+    }
 
 
 def _are_ids(value: Any) -> bool:

@@ -70,8 +70,7 @@ class ClientStore:
 
     def __len__(self) -> int:
         """Number of clients with a row."""
-        new = sum(k not in self._rows and k not in self._index for k in self._pending)
-        return len(self._rows) + len(self._index) + new
+        return len(self._rows.keys() | self._index.keys() | self._pending.keys())
 
     def __repr__(self) -> str:
         """Returns the number of clients seen, and the shapes of a row."""

@@ -164,9 +164,12 @@ def command_line() -> str:
 @cache
 def versions() -> dict[str, str]:
     """Returns the versions of Python, of this package and of the packages that its numbers depend on."""
-    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    ours = {"python": platform.python_version(), "fl_lightning": fl_lightning.__version__}
-    return {**ours, **{package: version(package) for package in PACKAGES}, **cuda}
+    return {
+        "python": platform.python_version(),
+        "fl_lightning": fl_lightning.__version__,
+        **{package: version(package) for package in PACKAGES},
+        **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
+    }
 
 
 def _code(folder: Path, paths: str = ":/") -> dict[str, Any] | None:

@@ -1,20 +1,28 @@
-"""The folder of a run, and the paths of its files."""
+"""The folder of a run: the paths of its files, the lines that rounds add to them, and the lock."""
 
+import csv
 import errno
 import os
+import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import yaml
 
 from fl_lightning.core import FROZEN, UserError, ensure, write_atomically, writing
+from fl_lightning.results import clients
 from fl_lightning.results.configs import changes, config_files, flatten
+
+RECORDS = ("flatness.jsonl", clients.FILE, "events.csv")
+"""Files to which rounds of a run add lines, each of which begins with its round; a checkpoint keeps their checksums."""
+ROUND = re.compile(rb'(?:\{"round": )?(\d+),')
 
 
 class RunFolder:
@@ -102,6 +110,44 @@ class RunFolder:
         said = f"settings changed after round {rounds_done}, see {path.name}: {'; '.join(changes(before, config))}"
         return said if before and before != now else None
 
+    def append_rows(self, name: str, head: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
+        """Appends rows to a CSV file, after the head if it is new.
+
+        Raises:
+            UserError: If it cannot be written.
+        """
+        path = self.path / name
+        with writing(path), path.open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([*([] if file.tell() else [head]), *rows])
+
+    def drop_later_rounds(self, name: str, rounds: int) -> None:
+        """Removes later rounds from a file, and a line that a crash has cut short; the file may be missing."""
+        path = self.path / name
+        if path.exists():
+            write_atomically(path, b"".join(_lines(path, rounds)))
+
+    def checksums(self, rounds: int) -> dict[str, int]:
+        """Returns the checksums of the `RECORDS` up to a round: a round that breaks off leaves more lines."""
+        return {name: _checksum(self.path / name, rounds) for name in RECORDS if (self.path / name).is_file()}
+
+    def check_records(self, rounds: int, saved: Mapping[str, int]) -> None:
+        """Checks the `RECORDS` of a run that is resumed; one that was emptied is right.
+
+        Args:
+            rounds: Rounds done.
+            saved: The checkpoint's `checksums`.
+
+        Raises:
+            UserError: If a line is not as it was written, or a file is missing.
+        """
+        now = self.checksums(rounds)
+        for name, known in saved.items():
+            problem = "a line is not as the run has written it" if name in now else "missing"
+            ensure(
+                now.get(name) in (known, 0),
+                f"{self.path / name}: {problem}; restore the file, or give an empty one to go on without its lines",
+            )
+
     def remove(self, root: Path) -> None:
         """Removes the folder with all in it, and those above it up to ``root`` that are empty then."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -142,6 +188,23 @@ class RunFolder:
         remedy = "start without --ckpt_path" if ckpt_path == "last" else "set monitor of the callback Checkpoints"
         ensure(found != [], f"ckpt_path = {ckpt_path}: no such checkpoint under {root / name}; {remedy}")
         return max(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def _checksum(path: Path, rounds: int) -> int:
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())  # a checkpoint never knows of more lines than the file
+    checksum = 0
+    for line in _lines(path, rounds):
+        checksum = crc32(line.rstrip(b"\r\n"), checksum)
+    return checksum
+
+
+def _lines(path: Path, rounds: int) -> Iterator[bytes]:
+    """Yields the lines up to a round, and those without one, as the head."""
+    for line in path.read_bytes().splitlines(keepends=True):
+        match = ROUND.match(line)
+        if line.endswith(b"\n") and (match is None or int(match[1]) <= rounds):  # else a crash has cut it short
+            yield line
 
 
 if sys.platform != "win32":
