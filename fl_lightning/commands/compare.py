@@ -10,7 +10,6 @@ from fl_lightning.core import check_folder, figure_files, make_folder, require, 
 from fl_lightning.results import compare, console, curve_files, filled, say, short_path, show_table, table, varied
 
 BEST = table.Markup(best="[bold]{}[/]")
-SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
 
 
 def run(

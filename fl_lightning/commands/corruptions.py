@@ -10,8 +10,6 @@ from fl_lightning.core import grouped, make_folder
 from fl_lightning.data import Batch, FederatedDataModule, corrupted_cifar
 from fl_lightning.results import CLEAN, Accuracy, average, plot_corruptions, say, write_table
 
-SUMMARY = "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity."
-
 
 def evaluate_corruptions(
     accuracy: Callable[[Iterable[Batch]], float],

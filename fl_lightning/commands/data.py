@@ -8,7 +8,6 @@ from fl_lightning.data.histogram import class_counts, count_table, heat_map, his
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.results import filled, say, show_table, write_table
 
-SUMMARY = "Show how the samples are divided among the clients: table, CSV file, heat map."
 ROWS, COLUMNS = 12, 12
 """Maximum number of clients and classes in the printed table; the CSV file has all."""
 

@@ -11,8 +11,6 @@ from fl_lightning.results import config_of, is_private, say
 from fl_lightning.trainer import Run, RunFolder
 from fl_lightning.trainer.storage import checkpoint
 
-SUMMARY = "Write the net of a checkpoint, weights and running statistics, as a state_dict."
-
 HERE = (
     "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto",
     "--model.init_weights=null", "--trainer.loggers=null",

@@ -1,14 +1,13 @@
-"""``fl-lightning fit``: one run, or a grid of them."""
+"""``fl-lightning fit``, one run or a grid of them; and ``centralized``, ``validate`` and ``test``."""
 
 import re
 from typing import Any
 
+from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
 from fl_lightning.commands.shared import FederatedCLI, seeds_of, to_continue, trials, without
 from fl_lightning.core import require
 from fl_lightning.sweeps.parameters import combinations
 from fl_lightning.sweeps.trials import NAMED, PLACE, Trial, check_alone, name_of, run_trials
-
-SUMMARY = "Train for trainer.max_rounds rounds."
 
 
 def run(
@@ -59,3 +58,46 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
         require("trainer.seed" not in found, "seeds", seeds, "values has trainer.seed; give the seeds once")
         found["trainer.seed"] = seeds_of(seeds)
     return found
+
+
+def centralized(
+    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None = None
+) -> None:
+    """Trains on the union of the clients' data under ``lightning.Trainer``; ``max_rounds`` counts epochs.
+
+    Args:
+        trainer: The trainer.
+        model: A local objective without federated state.
+        data: The data.
+        ckpt_path: A checkpoint to continue in its own run folder; "last" or "best" for the newest run of this name; or
+            "auto" for the newest one with these settings, and for a new run if there is none.
+    """
+    trainer.centralized(model, data, ckpt_path)
+
+
+def validate(
+    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None = None
+) -> None:
+    """Evaluates the global model.
+
+    Args:
+        trainer: The trainer.
+        model: The local objective.
+        data: The data.
+        ckpt_path: The checkpoint, or "last"; by default the net's initial weights.
+    """
+    trainer.validate(model, data, ckpt_path)
+
+
+def evaluate(
+    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None = None
+) -> None:
+    """Evaluates the global model.
+
+    Args:
+        trainer: The trainer.
+        model: The local objective.
+        data: The data.
+        ckpt_path: The checkpoint, or "last"; by default the net's initial weights.
+    """
+    trainer.test(model, data, ckpt_path)

@@ -34,7 +34,6 @@ from fl_lightning.trainer import (
     figures,
 )
 
-SUMMARY = "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift."
 NULL = FlatnessMonitor.NULL
 """What null stands for, as in a config."""
 RETRAINED = "(cohort retrained from the checkpoint)"

@@ -15,7 +15,6 @@ from fl_lightning.flower import server
 from fl_lightning.results import flatten, say, write_new
 from fl_lightning.trainer import Run
 
-SUMMARY = "Write a Flower app: the run on a server, its clients on other machines."
 TEMPLATE = Path(__file__).parent / "flower_app"
 ON_NODE = ("--trainer.callbacks=null", "--trainer.loggers=null", "--trainer.enable_progress_bar=false")
 """Settings of a node, in place of the run's."""

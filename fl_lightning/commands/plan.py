@@ -22,7 +22,6 @@ from fl_lightning.core import PositiveInt, checked, json_text, require
 from fl_lightning.results import filled, say, show_table
 from fl_lightning.trainer import program
 
-SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 MOST = 1_000_000
 """Rounds of a run that a plan goes through."""
 

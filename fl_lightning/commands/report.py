@@ -33,8 +33,6 @@ from fl_lightning.results import (
     with_values,
 )
 
-SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
-
 
 def run(
     runs: list[str],

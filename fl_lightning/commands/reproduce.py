@@ -61,8 +61,6 @@ from fl_lightning.sweeps.reproduction import (
 from fl_lightning.sweeps.trials import Outcome, Trial, newest_run, outcome, run_trials
 from fl_lightning.trainer.participation.samplers import UniformSampler
 
-SUMMARY = "Reproduce a paper's table or figure: make its runs, print our numbers beside the paper's, or draw it."
-
 STEPS = 2
 """Local steps of a client in the rounds that are measured for the estimate."""
 

@@ -27,8 +27,6 @@ from fl_lightning.results import (
 from fl_lightning.results.metrics import FILE, read_metrics, rounds_done
 from fl_lightning.trainer.storage.run_folder import in_use
 
-SUMMARY = "List runs with state, rounds, headline, time and size; follow those that train, or delete some."
-
 STARTED = "provenance.json"
 """Every run folder has it from the start."""
 SECONDS = 2.0

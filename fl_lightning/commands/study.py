@@ -18,8 +18,6 @@ from fl_lightning.core import (
 )
 from fl_lightning.results import ROWS, Store, extract, find_runs, located, say, short_path, store_of
 
-SUMMARY = "Keep finished runs as rows of a study; train rows again and compare their bits; write its pages."
-
 
 @checked
 def run(

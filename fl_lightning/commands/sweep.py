@@ -16,7 +16,6 @@ from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import short
 
-SUMMARY = "Run a sweep in W&B's format here: grid, random or bayes, resumable, with the best config."
 SHOWN = 30
 """Trials of the live table."""
 

@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
 from fl_lightning import FederatedDataModule, LocalObjective
+from fl_lightning.commands import COMMANDS
 from fl_lightning.commands.shared.arguments import kept, lists_classes, model_of_configs, prepare, settings_in
 from fl_lightning.commands.shared.index import PARTS
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
@@ -163,7 +164,7 @@ class FederatedCLI(Command, LightningCLI):
     would take those of a ``lightning.Trainer``. One seed, ``trainer.seed``, takes the place of ``seed_everything``.
 
     Args:
-        command: The subcommand: a module of this folder.
+        command: The subcommand.
         args: Its arguments.
     """
 
@@ -183,7 +184,10 @@ class FederatedCLI(Command, LightningCLI):
     def init_parser(self, **kwargs: Any) -> FederatedParser:
         """Makes an empty parser."""
         parser = FederatedParser(
-            prog=f"fl-lightning {self.command}", description=self.summary, dump_header=["fl_lightning"], **kwargs
+            prog=f"fl-lightning {self.command}",
+            description=COMMANDS[self.command],
+            dump_header=["fl_lightning"],
+            **kwargs,
         )
         parser.add_argument(
             "-c", "--config", action=_Config, help="A YAML file with any of these settings; later ones win."
