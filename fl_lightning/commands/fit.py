@@ -1,13 +1,28 @@
 """``fl-lightning fit``, one run or a grid of them; and ``centralized``, ``validate`` and ``test``."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
+from rich.markup import escape
+
 from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
-from fl_lightning.commands.shared import FederatedCLI, seeds_of, to_continue, trials, without
+from fl_lightning.commands.shared import FederatedCLI, build_trial, check_trial, seeds_of, to_continue, without
 from fl_lightning.core import require
+from fl_lightning.results import average, deviation, filled, say, show_table, shown, title
 from fl_lightning.sweeps.parameters import combinations
-from fl_lightning.sweeps.trials import NAMED, PLACE, Trial, check_alone, name_of, run_trials
+from fl_lightning.sweeps.trials import (
+    NAMED,
+    PLACE,
+    Outcome,
+    Trial,
+    check_alone,
+    complain,
+    last_metrics,
+    name_of,
+    run_trials,
+    short,
+)
 
 
 def run(
@@ -37,9 +52,35 @@ def run(
         for own in combinations(grid)
     ]
     for trial in asked:
-        trials.check(trial)
+        check_trial(trial)
     root, resume = made.trainer.default_root_dir, ckpt_path == "last"
-    trials.show(list(run_trials(asked, root, trials.build, resume=resume, check=trials.check)))
+    _show(list(run_trials(asked, root, build_trial, resume=resume, check=check_trial)))
+
+
+def _show(outcomes: Sequence[Outcome]) -> None:
+    """Prints the last metrics of each trial, and over seeds mean and standard deviation.
+
+    Raises:
+        UserError: If a trial failed.
+    """
+    metrics = {o.trial.name: last_metrics(o.folder) for o in outcomes}
+    names = shown(dict.fromkeys(name for found in metrics.values() for name in found))
+    keys = list(dict.fromkeys(key for o in outcomes for key in o.trial.settings))
+    heads, rows = [*(key.rpartition(".")[2] for key in keys), *map(title, names)], []
+    for o in outcomes:
+        cells, found = [escape(short(o.trial.settings.get(key, ""))) for key in keys], metrics[o.trial.name]
+        if o.error:
+            cells[-1] += " (broke off)"
+        rows.append([*cells, *(f"{found[name]:.4f}" if name in found else "" for name in names)])
+    whole = [metrics[o.trial.name] for o in outcomes if not o.error]
+    if len(whole) > 1 and keys == ["trainer.seed"]:
+        values = [[found[name] for found in whole if name in found] for name in names]
+        means = [f"{average(v):.4f} ± {deviation(v):.4f}" if len(v) > 1 else "" for v in values]
+        rows.append(["mean ± sd", *means])
+    show_table(filled(heads, rows, len(heads), title=f"{len(outcomes)} runs"), len(keys) or 1)
+    for folder in filter(None, (o.folder for o in outcomes)):
+        say(f"results: {folder}")
+    complain(outcomes)
 
 
 def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:

@@ -14,7 +14,16 @@ from jsonargparse import Namespace
 from torch.nn import Module
 
 from fl_lightning import LocalObjective
-from fl_lightning.commands.shared import PARTS, FederatedCLI, prediction, prepare, said_of, seeds_of
+from fl_lightning.commands.shared import (
+    PARTS,
+    FederatedCLI,
+    build_trial,
+    check_trial,
+    prediction,
+    prepare,
+    said_of,
+    seeds_of,
+)
 from fl_lightning.commands.shared.paper_figures import draw
 from fl_lightning.commands.shared.prediction import (
     Measured,
@@ -25,7 +34,6 @@ from fl_lightning.commands.shared.prediction import (
     data_or_like,
     row_bytes,
 )
-from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import (
     Interval,
     PositiveInt,
@@ -58,7 +66,7 @@ from fl_lightning.sweeps.reproduction import (
     why_not,
     write_lines,
 )
-from fl_lightning.sweeps.trials import Outcome, Trial, newest_run, outcome, run_trials
+from fl_lightning.sweeps.trials import Outcome, Trial, complain, newest_run, outcome, run_trials
 from fl_lightning.trainer.participation.samplers import UniformSampler
 
 STEPS = 2
@@ -263,7 +271,7 @@ def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Out
     make_folder(folder)
     outcomes, given = dict[str, Outcome](), shlex.join(how.settings)
     task_of = {trial.name: plan.task for plan in planned for trial in plan.trials}
-    for ended in run_trials(trials, folder, build, how.jobs, check=check):
+    for ended in run_trials(trials, folder, build_trial, how.jobs, check=check_trial):
         outcomes[ended.trial.name] = ended
         if ended.folder is not None:
             mark(ended.folder, task_of[ended.trial.name], how.fraction, given)

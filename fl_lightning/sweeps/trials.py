@@ -333,6 +333,22 @@ def _alone(folder: Path, make: Callable[[Trial], Built], resume: bool, trials: S
     return [Outcome(trial, run.folder.path)]
 
 
+def complain(outcomes: Sequence[Outcome]) -> None:
+    """Raises the error of the first trial that failed.
+
+    Raises:
+        UserError: If one did.
+    """
+    if failed := [o for o in outcomes if o.error]:
+        where = failed[0].folder or failed[0].trial.name
+        raise UserError(f"{len(failed)} of {len(outcomes)} runs broke off; {where}: {failed[0].error}")
+
+
+def last_metrics(folder: Path | None) -> dict[str, float]:
+    """Returns the last value of each metric of a run; none without a run folder."""
+    return {name: pairs[-1][1] for name, pairs in read_run(folder).items()}
+
+
 def check_alone(n: int) -> None:
     """Checks the number of processes of a trial: others would wait for the trials that the first one trains.
 

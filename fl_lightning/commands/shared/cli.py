@@ -1,9 +1,10 @@
-"""LightningCLI for the federated trainer: one subcommand, its parser, and what its config builds."""
+"""LightningCLI for the federated trainer: one subcommand, its parser, and what its config or a trial builds."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -18,11 +19,14 @@ import fl_lightning
 from fl_lightning import FederatedDataModule, LocalObjective
 from fl_lightning.commands import COMMANDS
 from fl_lightning.commands.shared.arguments import kept, lists_classes, model_of_configs, prepare, settings_in
-from fl_lightning.commands.shared.index import PARTS
+from fl_lightning.commands.shared.index import PARTS, ArgumentsError
+from fl_lightning.commands.shared.messages import explain
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
 from fl_lightning.core import LEFT_OUT, UserError, ensure, generator, hidden, require
 from fl_lightning.results import config_of, differences, flatten, say
+from fl_lightning.sweeps.trials import Built, Trial, check_alone
 from fl_lightning.trainer import FederatedTrainer, Kind, RunFolder, on_rank_zero
+from fl_lightning.trainer.callbacks.defaults import Ending
 from fl_lightning.trainer.storage import checkpoint
 
 OTHER_RUN = re.compile(r"(model|data|model\.ascent|model\.net(\..*)?|(.*\.)?(rho|seed)) = ")
@@ -305,3 +309,53 @@ class FederatedCLI(Command, LightningCLI):
                 f"model = {new}: keeps {', '.join(names)} of the config's {old}; --print_config shows them, "
                 "--model.NAME replaces one"
             )
+
+
+def build_trial(trial: Trial, folder: Path) -> Built:
+    """Makes the run of a trial from its arguments; it prints nothing.
+
+    Raises:
+        UserError: If they are wrong.
+    """
+    own = [f"--trainer.default_root_dir={folder}", f"--trainer.name={trial.name}"]
+    with _explained(trial.command):
+        made = _cli(trial.command).make(*trial.args, *own, "--trainer.enable_progress_bar=false")
+    made.trainer.callbacks = [callback for callback in made.trainer.callbacks if not isinstance(callback, Ending)]
+    return Built(made.trainer, made.model, made.data)
+
+
+def check_trial(trial: Trial) -> dict[str, Any]:
+    """Parses the arguments of a trial, and returns its resolved config.
+
+    Raises:
+        UserError: If they are wrong.
+    """
+    with _explained(trial.command):
+        config = _config(trial.command, trial.args)
+    devices, nodes = config["trainer"]["devices"], config["trainer"]["num_nodes"]
+    check_alone(nodes * devices if isinstance(devices, int) else nodes)
+    return config
+
+
+@contextmanager
+def _explained(command: str) -> Iterator[None]:
+    """Raises what the parser of a subcommand refuses as one line."""
+    try:
+        yield
+    except (ArgumentsError, ValueError) as error:
+        if (line := explain(error, command=command)) is None:
+            raise
+        raise UserError(line) from None
+
+
+@cache
+def _config(command: str, args: tuple[str, ...]) -> dict[str, Any]:
+    cli = _cli(command)
+    cli.parse_arguments(cli.parser, prepare(args))
+    return cli.resolved()
+
+
+@cache
+def _cli(command: str) -> FederatedCLI:
+    """Returns a parser of a subcommand, whose construction takes longer than to parse the arguments of a trial."""
+    return FederatedCLI(command, "--config", "quickstart")
