@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from fl_lightning.core import ensure, grouped
 from fl_lightning.results import headline, read_run, write_table
-from fl_lightning.studies import profiles
 
 TUNING = "tuning.csv"
 """In a store: the settings that each method has tried, the best first; the published ones are empty."""
@@ -142,5 +141,10 @@ def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:
         Lines of the table, the most accurate first.
     """
     lines = [line for method, of in read(store).items() if method in methods for line in of if line[FLAT]]
-    best = profiles.front([(float(line[METRIC]), -float(line[FLAT])) for line in lines])
+    best = unsurpassed([(float(line[METRIC]), -float(line[FLAT])) for line in lines])
     return sorted((lines[k] for k in best), key=lambda line: -float(line[METRIC]))
+
+
+def unsurpassed(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Returns the places of the points that no other one surpasses in both numbers, of which large ones are good."""
+    return [k for k, (x, y) in enumerate(points) if not any(v > x and w > y for v, w in points)]
