@@ -40,8 +40,7 @@ def run(
     made, grid = cli.build(), _grid(seeds, values or [])
     if not grid:
         with made.trainer.environment():
-            ckpt_path = to_continue(made.trainer, made.model, made.data, ckpt_path)
-            made.trainer.fit(made.model, made.data, ckpt_path)
+            made.trainer.fit(made.model, made.data, to_continue(made.trainer, made.model, made.data, ckpt_path))
         return
     require(ckpt_path in (None, "last"), "ckpt_path", ckpt_path, "several runs continue with last")
     check_alone(made.trainer.fabric.world_size)
@@ -53,8 +52,8 @@ def run(
     ]
     for trial in asked:
         check_trial(trial)
-    root, resume = made.trainer.default_root_dir, ckpt_path == "last"
-    _show(list(run_trials(asked, root, build_trial, resume=resume, check=check_trial)))
+    root = made.trainer.default_root_dir
+    _show([*run_trials(asked, root, build_trial, resume=ckpt_path == "last", check=check_trial)])
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
@@ -92,8 +91,8 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
         require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
         require(key not in PLACE, "values", given, NAMED)
         found[key] = each = re.split(r",(?![^\[{]*[]}])", listed)  # a value may be a list: [1],[2]
-        one = len(each) == 1 and listed.startswith("[")
-        require(not one, "values", given, "list them without brackets, as in model.rho=0.02,0.05")
+        several = len(each) > 1 or not listed.startswith("[")
+        require(several, "values", given, "list them without brackets, as in model.rho=0.02,0.05")
         require(all(each) and len(set(each)) == len(each), "values", listed, "give different values, such as 0,1,2")
     if seeds is not None:
         require("trainer.seed" not in found, "seeds", seeds, "values has trainer.seed; give the seeds once")

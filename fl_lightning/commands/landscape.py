@@ -77,8 +77,12 @@ def run(
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
     three = (len(compare), len(clients)) in ((2, 0), (0, 3))
-    what = "a plane goes through two checkpoints more, or through the models of three clients"
-    require(kind != "plane" or three, "compare", list(compare), what)
+    require(
+        kind != "plane" or three,
+        "compare",
+        list(compare),
+        "a plane goes through two checkpoints more, or through the models of three clients",
+    )
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
     check_no_buffers(model)
     model.check_global_model("a landscape")
@@ -135,8 +139,14 @@ def _plane(landscape: Landscape, clients: Sequence[int], points: int) -> None:
         landscape.models = _local_models(landscape.run, clients)
     plane = Plane.through(*landscape.models.values())
     x, y = plane.grid(points)
-    options = landscape.options("plane", origin=next(iter(landscape.models)))
-    found = surface(at=plane.origin, directions=plane.directions, x=x, y=y, models=landscape.models, **options)
+    found = surface(
+        at=plane.origin,
+        directions=plane.directions,
+        x=x,
+        y=y,
+        models=landscape.models,
+        **landscape.options("plane", origin=next(iter(landscape.models))),
+    )
     landscape.save("plane", {"plane": found}, plane=lambda: plot_plane(found))
 
 
@@ -155,8 +165,9 @@ def _trajectory(landscape: Landscape, client: int, points: int) -> None:
     """Draws local training of a client by the run's algorithm, FedAvg and FedSAM; of FedGMT four paths (its Fig. 6)."""
     run, own = landscape.run, landscape.run.objective
     kinds = (FedAvg,) if type(own) is FedSAM else (FedAvg, FedSAM)
-    rivals: list[LocalObjective] = [kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in kinds]
-    objectives = {type(o).__name__: o for o in rivals}
+    objectives: dict[str, LocalObjective] = {
+        kind.__name__: kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in kinds
+    }
     if type(own) is not FedAvg or own.ascent is not None or own.parts or own.relaxed_init:
         name = type(own).__name__
         objectives = {f"{name} of this run" if name in objectives else name: own, **objectives}
@@ -173,8 +184,14 @@ def _trajectory(landscape: Landscape, client: int, points: int) -> None:
         f"data of client {client}": MeasurementContext.between_rounds(run).union([client])[0],
         **landscape.sets,
     }
-    options = landscape.options("trajectory", client=client)
-    found = surface(at=plane.origin, directions=plane.directions, x=x, y=y, models=paths, **options)
+    found = surface(
+        at=plane.origin,
+        directions=plane.directions,
+        x=x,
+        y=y,
+        models=paths,
+        **landscape.options("trajectory", client=client),
+    )
     for name, projected in found.models.items():
         run.fabric.print(f"{name}: at most {projected.residual.max():.3g} outside the plane")
     landscape.save("trajectory", {"trajectory": found}, trajectory=lambda: plot_plane(found, total=True))
@@ -197,18 +214,15 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
         state = State.initial({**objective.client_inits(), **objective.scratch_inits()}, run.clients.w0, received.w)
         jobs = [replace(job, state=state, received=received) for job in jobs]
     iterates: list[Tensor] = []
-    local_step = objective.local_step
 
     def recorded(w: Tensor, *rest: Any) -> Any:
         iterates.append(w.clone())
-        return local_step(w, *rest)
+        return objective.local_step(w, *rest)
 
     recording: Any = copy(objective)
     recording.local_step = recorded
     iterates += [result.w for result in SequentialEngine(recording, run.net, run.fabric.autocast).train(jobs)]
-    path = run.fabric.broadcast(torch.stack(iterates).cpu() if iterates else None)
-    assert path is not None
-    return path.to(run.server.w)
+    return run.fabric.broadcast(torch.stack(iterates).cpu() if iterates else torch.empty(0)).to(run.server.w)
 
 
 @checked

@@ -208,10 +208,9 @@ def run(
     made = _make(asked, folder, how)
     if dry_run:
         return
-    given = shlex.join(settings)
     lines = [
         *(line(cell, []) for cell in cells if declared(cell) is not None),
-        *(line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells),
+        *(line(cell, outcomes, rounds, shlex.join(settings)) for task, outcomes in made.items() for cell in task.cells),
     ]
     write_lines(lines, make_folder(folder))
     show_table(table_of(lines))
@@ -297,16 +296,17 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         one, whole = each.seconds(*found), each.made.trainer.max_rounds
         left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
         seconds += left
-        of_data = each.samples if isinstance(found[1], Step) else 0
-        memory = max(memory, found[1].memory + each.rows + of_data)
+        memory = max(memory, found[1].memory + each.rows + (each.samples if isinstance(found[1], Step) else 0))
         rows.append([cell.algorithm, column(cell), str(len(left)), f"{whole:,}", as_time(one), as_time(sum(left))])
     if not rows:
         return
     heads = ["row", "column", "runs", "rounds", "each", "together"]
     show_table(filled(heads, rows, left=2, title="estimate for this machine"), 2)
     together, at_once = max(max(seconds), sum(seconds) / how.jobs), min(how.jobs, len(seconds))
-    text = f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {how.jobs}"
-    say(f"{text}; about {as_bytes(memory * at_once)} of memory")
+    say(
+        f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {how.jobs}; "
+        f"about {as_bytes(memory * at_once)} of memory"
+    )
 
 
 def _measured(planned: Planned, how: _How) -> tuple[Planned, Measured | Step] | None:

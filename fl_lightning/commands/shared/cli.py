@@ -211,8 +211,9 @@ class FederatedCLI(Command, LightningCLI):
                     FederatedTrainer, part, instantiate=False, fail_untyped=False, sub_configs=True
                 )
             else:
-                kind = LocalObjective if part == "model" else FederatedDataModule
-                parser.add_lightning_class_args(kind, part, subclass_mode=True)
+                parser.add_lightning_class_args(
+                    LocalObjective if part == "model" else FederatedDataModule, part, subclass_mode=True
+                )
 
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:
         """Parses the arguments; an integer may be written as 3.0."""
@@ -269,8 +270,12 @@ class FederatedCLI(Command, LightningCLI):
         text = self.parser.dump(self.config, "yaml", False, False, True)
         config = {key: value for key, value in yaml.safe_load(text).items() if key in PARTS}
         for key, value in flatten(config).items():
-            remedy = "a run folder keeps no secrets; give this one again, as an argument or in another --config"
-            require(not LEFT_OUT.search(value), key, value, remedy)
+            require(
+                not LEFT_OUT.search(value),
+                key,
+                value,
+                "a run folder keeps no secrets; give this one again, as an argument or in another --config",
+            )
         return dict(hidden(config))
 
     def make(self, *args: str, nets: dict[str, torch.nn.Module] | None = None) -> Namespace:

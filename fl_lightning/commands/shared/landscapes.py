@@ -176,8 +176,11 @@ class Landscape:
         context = MeasurementContext.between_rounds(run)
         shares = {str(split): context.train(samples, split) for split in splits}
         self.sets: dict[str, Batches] = {name: batches for name, (batches, _, _) in shares.items()}
-        sizes = {name: f"{what}, {n:,} samples" for name, (_, n, what) in shares.items()}
-        self.about: dict[str, Any] = {**sizes, "seed": run.seed, "round": run.rounds_done}
+        self.about: dict[str, Any] = {
+            **{name: f"{what}, {n:,} samples" for name, (_, n, what) in shares.items()},
+            "seed": run.seed,
+            "round": run.rounds_done,
+        }
 
     def options(self, label: str, **protocol: Any) -> dict[str, Any]:
         """Returns the common arguments of the functions of `fl_lightning.flatness.landscape`."""

@@ -152,10 +152,6 @@ def _unknown_class_of_help(refusal: _Refusal, match: re.Match[str]) -> str:
     return f"{path}.help = {unknown_class(path, match[2], '').partition(' = ')[2]}"
 
 
-def _unknown_class(refusal: _Refusal, match: re.Match[str]) -> str:
-    return unknown_class(refusal.path, match[1], refusal.message[: match.start()].rpartition("Parser key")[2])
-
-
 def _unrecognized(refusal: _Refusal, match: re.Match[str]) -> str:
     (dashes, name, value), command = match.groups(), refusal.command
     if dashes == "--":
@@ -260,7 +256,12 @@ RULES: tuple[tuple[str, Callable[[_Refusal, re.Match[str]], str | None]], ...] =
     (r"Given value: (?:.*?(?:'class_path': |val=)')?([A-Za-z_][\w.]*\.[A-Z]\w*)", _failed_import),
     (r"Problem with given class_path '([\w.]+)':\s+(.*)", _problem_of_a_class),
     (r"-(?:-([\w.]+))?\.help: .*import path string: *(.*)", _unknown_class_of_help),
-    (r"import path (?:string|format): *(.*)", _unknown_class),
+    (
+        r"import path (?:string|format): *(.*)",
+        lambda refusal, match: unknown_class(
+            refusal.path, match[1], refusal.message[: match.start()].rpartition("Parser key")[2]
+        ),
+    ),
     (
         r"(?:Option|accept option) '([^']+)'",
         lambda refusal, match: unknown_option(refusal.above, match[1], refusal.message),
