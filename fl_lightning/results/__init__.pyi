@@ -1,3 +1,4 @@
+from .clients import plot_by_client as plot_by_client
 from .clients import plot_clients as plot_clients
 from .clients import read_clients as read_clients
 from .clients import with_values as with_values
@@ -17,7 +18,6 @@ from .curves import CLEAN as CLEAN
 from .curves import Accuracy as Accuracy
 from .curves import curve_files as curve_files
 from .curves import plot_bars as plot_bars
-from .curves import plot_by_client as plot_by_client
 from .curves import plot_corruptions as plot_corruptions
 from .curves import plot_curves as plot_curves
 from .curves import plot_lines as plot_lines

@@ -233,8 +233,9 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
         return run_key(folder), seeds
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
-        problem = f"not a run's config ({what:.120}); restore the file, or leave its run out"
-        raise UserError(f"{folder / 'config.yaml'}: {problem}") from None
+        raise UserError(
+            f"{folder / 'config.yaml'}: not a run's config ({what:.120}); restore the file, or leave its run out"
+        ) from None
 
 
 def shown(texts: Iterable[str | None]) -> dict[str | None, str]:

@@ -336,14 +336,13 @@ def table_text(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """Returns a table as CSV; text that a spreadsheet would take for a formula gets a quote before it."""
     text = StringIO()
     csv.writer(text).writerows(
-        [_plain(cell) if isinstance(cell, str) and cell[:1] in FORMULA else cell for cell in row]
+        [
+            f"'{cell}" if isinstance(cell, str) and cell[:1] in FORMULA and not NUMBER.fullmatch(cell) else cell
+            for cell in row
+        ]
         for row in (head, *rows)
     )
     return text.getvalue()
-
-
-def _plain(cell: str) -> str:
-    return cell if NUMBER.fullmatch(cell) else f"'{cell}"
 
 
 def markdown(lines: Iterable[Iterable[str]]) -> str:
@@ -357,23 +356,12 @@ MEASUREMENTS = "flatness.jsonl"
 PROTOCOL = "loss without weight decay, eval mode, no augmentation, in the precision of the weights"
 Number = Real | None
 """None: not finite, or undefined."""
-
-
 MEASUREMENT: dict[str, Any] = {
-    "name": str,
-    "value": Number,
-    "error": Number,
-    "residual": Number,
-    "model": str,
-    "data": str,
+    **dict.fromkeys(("name", "model", "data"), str),
+    **dict.fromkeys(("value", "error", "residual"), Number),
     "samples": int,
     "settings": dict[str, Any],
-    "details": {
-        "eigenvalues?": list[Number],
-        "grid?": list[Number],
-        "density?": list[Number],
-        "clients?": dict[str, Number],
-    },
+    "details": {**dict.fromkeys(("eigenvalues?", "grid?", "density?"), list[Number]), "clients?": dict[str, Number]},
 }
 """The form of a measurement of flatness, see `fits`."""
 

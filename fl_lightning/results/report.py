@@ -179,7 +179,11 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
                 {**measured, "where": f"during the run, after round {measured['round']}"}
                 for measured in last_measurements(folder).values()
             ),
-            *_measured(folder),
+            *(
+                {**measurement, "where": f"{path.relative_to(folder)}, after round {found['round']}"}
+                for path, found in ((path, read_json(path, MEASURED)) for path in _below(folder, "json", "flatness"))
+                for measurement in found["measurements"]
+            ),
         ],
         pictures=_below(folder, "png", "landscape", "interpolate"),
         cells=read_json(folder / "reproduction.json", [REPRODUCED], []),
@@ -204,15 +208,6 @@ def _partition(path: Path) -> Json:
     named = len(found.get("names", range(found.get("classes", 0)))) == found.get("classes", 0)
     ensure(found == {} or (found["counts"] and named), f"{path}: not what a run writes there; restore or remove it")
     return found
-
-
-def _measured(folder: Path) -> list[Json]:
-    files = [(path.relative_to(folder), read_json(path, MEASURED)) for path in _below(folder, "json", "flatness")]
-    return [
-        {**measurement, "where": f"{path}, after round {found['round']}"}
-        for path, found in files
-        for measurement in found["measurements"]
-    ]
 
 
 def _below(folder: Path, suffix: str, *names: str) -> list[Path]:
@@ -306,6 +301,8 @@ def report_page(
         figures: The figures by section and title; those of landscapes are taken from the run folders.
         importances: Of the settings of a sweep, and what they are; None: without that table.
     """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     groups, files = [group for group, _ in runs], [run for _, own in runs for run in own]
     pictures: dict[str, Figure | Path] = {
         f"{run.label} · {path.relative_to(run.folder)}": path for run in files for path in run.pictures
@@ -315,32 +312,42 @@ def report_page(
         section: {title: _element(figure, title, next(number)) for title, figure in drawn.items()}
         for section, drawn in {**figures, "landscapes": pictures}.items()
     }
-    context = {
-        "title": _title(runs),
-        "version": __version__,
-        "date": f"{datetime.now():%d %B %Y, %H:%M}",
-        "groups": groups,
-        "runs": runs,
-        "first": groups[0].runs[0],
-        "windows": sorted({run.last for group in groups for run in group.runs}),
-        "rounds": sorted({run.rounds for group in groups for run in group.runs}),
-        "names": names(groups),
-        "label": label,
-        "comparison": comparison(groups, shown),
-        "papers": found,
-        "importances": importances,
-        "importance_head": HEAD,
-        "differences": differences(runs),
-        "measurements": measurements(runs),
-        "protocol": protocol,
-        "environments": environments(files),
-        "changes": {key: text for run in files for key, text in run.provenance["changes"].items()},
-        "evaluations": sorted({run.evaluations for group in groups for run in group.runs}),
-        "contents": [(id, name) for id, name in CONTENTS.items() if sections.get(id, found if id == "papers" else 1)],
-        "colors": [COLORS[i % len(COLORS)] for i in range(len(groups))],
-        "sections": sections,
-    }
-    return str(_template().render(context))
+    environment = Environment(
+        loader=PackageLoader(__package__, ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        {
+            "title": _title(runs),
+            "version": __version__,
+            "date": f"{datetime.now():%d %B %Y, %H:%M}",
+            "groups": groups,
+            "runs": runs,
+            "first": groups[0].runs[0],
+            "windows": sorted({run.last for group in groups for run in group.runs}),
+            "rounds": sorted({run.rounds for group in groups for run in group.runs}),
+            "names": names(groups),
+            "label": label,
+            "comparison": comparison(groups, shown),
+            "papers": found,
+            "importances": importances,
+            "importance_head": HEAD,
+            "differences": differences(runs),
+            "measurements": measurements(runs),
+            "protocol": protocol,
+            "environments": environments(files),
+            "changes": {key: text for run in files for key, text in run.provenance["changes"].items()},
+            "evaluations": sorted({run.evaluations for group in groups for run in group.runs}),
+            "contents": [
+                (id, name) for id, name in CONTENTS.items() if sections.get(id, found if id == "papers" else 1)
+            ],
+            "colors": [COLORS[i % len(COLORS)] for i in range(len(groups))],
+            "sections": sections,
+        }
+    )
 
 
 def _element(figure: Figure | Path, title: str, number: int) -> Markup:
@@ -372,12 +379,3 @@ def _title(runs: Runs) -> str:
     names = models or [group.name for group, _ in runs]
     listed = ", ".join(names) if len(names) <= 5 else f"{len(names)} algorithms"
     return f"{listed} on {', '.join(data)}" if data else listed
-
-
-def _template() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader(__package__, "")
-    return Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).get_template("report.html.j2")

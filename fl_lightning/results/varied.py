@@ -240,8 +240,10 @@ class Tried:
         from sklearn.inspection import permutation_importance
 
         n = len(self.values)
-        enough = n >= LEAST and len(set(self.values)) > 1
-        ensure(enough, f"importance: {n} configs with a finite {self.metric}; it takes {LEAST}, not all alike")
+        ensure(
+            n >= LEAST and len(set(self.values)) > 1,
+            f"importance: {n} configs with a finite {self.metric}; it takes {LEAST}, not all alike",
+        )
         columns = [_codes(texts) for texts in self.settings.values()]
         x, y = np.array(columns).T, np.array(self.values)
         forest = RandomForestRegressor(TREES, oob_score=True, random_state=0).fit(x, y)
