@@ -19,20 +19,11 @@ from fl_lightning.commands.shared import (
     FederatedCLI,
     build_trial,
     check_trial,
+    paper_figures,
     prediction,
     prepare,
     said_of,
     seeds_of,
-)
-from fl_lightning.commands.shared.paper_figures import draw
-from fl_lightning.commands.shared.prediction import (
-    Measured,
-    Step,
-    as_bytes,
-    as_time,
-    data_like,
-    data_or_like,
-    row_bytes,
 )
 from fl_lightning.core import (
     Interval,
@@ -50,7 +41,6 @@ from fl_lightning.engine import contract_of
 from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say, show_table
 from fl_lightning.sweeps.reproduction import (
     Task,
-    check_fraction,
     column,
     declared,
     figure_tasks,
@@ -105,7 +95,7 @@ class Planned:
         trainer, m = self.made.trainer, self.made.data.num_clients
         return m if self.task.recipe.command == "centralized" else len(trainer.sampler(0, m, trainer.seed))
 
-    def measure(self) -> Measured:
+    def measure(self) -> prediction.Measured:
         """Measures a few rounds of a few local steps; the data are loaded."""
         trainer = copy.copy(self.made.trainer)
         trainer.local_steps = STEPS
@@ -113,7 +103,7 @@ class Planned:
             trainer.sampler = UniformSampler(self.made.data.num_clients)
         return prediction.measure(trainer, self.made.model, self.made.data)
 
-    def seconds(self, like: "Planned", measured: Measured | Step) -> float:
+    def seconds(self, like: "Planned", measured: prediction.Measured | prediction.Step) -> float:
         """Estimates the seconds of a run.
 
         Args:
@@ -122,7 +112,7 @@ class Planned:
         """
         trainer, model, m = self.made.trainer, self.made.model, self.made.data.num_clients
         data, fixed = like.made.data, trainer.local_steps  # the samples are the same, only divided otherwise
-        if isinstance(measured, Step):
+        if isinstance(measured, prediction.Step):
             return measured.run(trainer, model, data, self.cohort * data.num_clients / m)
         steps = fixed or fmean(
             data.batches_per_client(k, trainer.local_epochs, None) * data.num_clients / m
@@ -148,7 +138,7 @@ class Planned:
 @cache
 def _row_bytes(model: LocalObjective) -> int:
     """Returns the bytes that a client keeps; several tasks have one model."""
-    return row_bytes(model, model.flat.vector(model.net))
+    return prediction.row_bytes(model, model.flat.vector(model.net))
 
 
 @checked
@@ -186,7 +176,6 @@ def run(
         out: Folder of the runs and of table.csv, table.tex and table.md, or of the figure; null: one in runs/reproduce.
         points: Points along each axis of a figure's loss landscape; null: the paper's, or those of ``landscape``.
     """
-    check_fraction(rounds)
     how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run, measure), paper.casefold()
     share = "" if rounds == 1 else f"_{rounds:g}"
     if number := re.fullmatch(r"fig(?:ure)?[. _]*(\d+[a-z]?)", table.lower()):
@@ -233,7 +222,11 @@ def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> 
         return
     less = [f"{100 * how.fraction:.4g} % of the rounds"] * (how.fraction < 1)
     with noted("; ".join([*drawn.says, *less, *filter(None, [shlex.join(how.settings)])])):
-        paths = draw(drawn, runs, place, points) if runs else save_figure(heat_maps(divided), place / "partition")[1:]
+        paths = (
+            paper_figures.draw(drawn, runs, place, points)
+            if runs
+            else save_figure(heat_maps(divided), place / "partition")[1:]
+        )
     for path in paths:
         say(f"drawn: {path}")
 
@@ -285,7 +278,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         planned: For each task, the folders of its runs that have not ended; None for those that have not begun.
         how: How they are made.
     """
-    measured: dict[tuple[str, str], tuple[Planned, Measured | Step] | None] = {}
+    measured: dict[tuple[str, str], tuple[Planned, prediction.Measured | prediction.Step] | None] = {}
     seconds, rows, memory = list[float](), [], 0
     for each, folders in planned.items():
         cell = each.task.cells[0]
@@ -296,20 +289,31 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         one, whole = each.seconds(*found), each.made.trainer.max_rounds
         left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
         seconds += left
-        memory = max(memory, found[1].memory + each.rows + (each.samples if isinstance(found[1], Step) else 0))
-        rows.append([cell.algorithm, column(cell), str(len(left)), f"{whole:,}", as_time(one), as_time(sum(left))])
+        memory = max(
+            memory, found[1].memory + each.rows + (each.samples if isinstance(found[1], prediction.Step) else 0)
+        )
+        rows.append(
+            [
+                cell.algorithm,
+                column(cell),
+                str(len(left)),
+                f"{whole:,}",
+                prediction.as_time(one),
+                prediction.as_time(sum(left)),
+            ]
+        )
     if not rows:
         return
     heads = ["row", "column", "runs", "rounds", "each", "together"]
     show_table(filled(heads, rows, left=2, title="estimate for this machine"), 2)
     together, at_once = max(max(seconds), sum(seconds) / how.jobs), min(how.jobs, len(seconds))
     say(
-        f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {how.jobs}; "
-        f"about {as_bytes(memory * at_once)} of memory"
+        f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {prediction.as_time(together)} with --jobs {how.jobs}; "
+        f"about {prediction.as_bytes(memory * at_once)} of memory"
     )
 
 
-def _measured(planned: Planned, how: _How) -> tuple[Planned, Measured | Step] | None:
+def _measured(planned: Planned, how: _How) -> tuple[Planned, prediction.Measured | prediction.Step] | None:
     """Measures a step, or a few rounds; a dry run does without files, and returns None if it knows no shape."""
     cell, data, missing = planned.task.cells[0], planned.made.data, None
     try:
@@ -317,9 +321,9 @@ def _measured(planned: Planned, how: _How) -> tuple[Planned, Measured | Step] | 
             data.prepare_data()
             data.setup()
         elif how.measure:
-            data, missing = data_or_like(data)
+            data, missing = prediction.data_or_like(data)
         else:
-            data = data_like(data)
+            data = prediction.data_like(data)
     except UserError as error:
         if not how.dry_run:
             raise
@@ -329,7 +333,7 @@ def _measured(planned: Planned, how: _How) -> tuple[Planned, Measured | Step] | 
         say(f"measured on random samples of the same shape: {missing}")
     say(f"measuring {'a few rounds' if how.measure else 'a step'}: {cell.dataset}, {cell.model}", flush=True)
     like = replace(planned, made=Namespace(**{**vars(planned.made), "data": data}))  # type: ignore[no-untyped-call]
-    return like, like.measure() if how.measure else Step.measure(like.made.trainer, like.made.model, data)
+    return like, like.measure() if how.measure else prediction.Step.measure(like.made.trainer, like.made.model, data)
 
 
 def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:

@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.core import Figure, grouped
-from fl_lightning.results import find_runs
-from fl_lightning.results.compare import Group, compare
-from fl_lightning.results.curves import plot_curves, plot_tradeoff
-from fl_lightning.results.metrics import markdown
-from fl_lightning.results.rows import ABOUT, store_of
+from fl_lightning.results import ABOUT, Group, find_runs, markdown, plot_curves, plot_tradeoff, store_of
+from fl_lightning.results.compare import compare
 from fl_lightning.results.table import Markup, cell, columns, differences
 from fl_lightning.studies import tuning
 from fl_lightning.studies.check import verdict
@@ -121,9 +118,12 @@ def _section(
             for folder, seed, run in zip(whole.folders, whole.seeds, whole.runs, strict=True)
         )
         label = _label([each["equal"] for each in numbers[-len(whole.runs) :]], group.name in verified)
-        cells = (cell(group, column, left, Markup(best="**{}**")) for column in shown)
         table.append(
-            [group.name, f"{len(group.runs)}, {label}" + f"; collapsed: {', '.join(lost)}" * bool(lost), *cells]
+            [
+                group.name,
+                f"{len(group.runs)}, {label}" + f"; collapsed: {', '.join(lost)}" * bool(lost),
+                *(cell(group, column, left, Markup(best="**{}**")) for column in shown),
+            ]
         )
     starts: list[dict[str, Any]] = [start for of in groups for row in of.folders for start in about(row)["starts"]]
     commits, cpus = (
@@ -153,8 +153,7 @@ def _label(found: Sequence[bool | None], is_verified: bool) -> str:
     same, wrong = found.count(True), found.count(False)
     if wrong:
         return f"{wrong} wrong"
-    label = "verified" if is_verified else "checked"
-    return f"{label} {same}" if same else "self-reported"
+    return f"{'verified' if is_verified else 'checked'} {same}" if same else "self-reported"
 
 
 def _profiles(columns: Sequence[Sequence[Group]]) -> str:

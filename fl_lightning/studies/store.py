@@ -7,11 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import UserError, ensure, files, json_text, read_json
-from fl_lightning.results import SUMMARY, config_files, is_private, read_config
-from fl_lightning.results.configs import EXECUTION, group_id
-from fl_lightning.results.metrics import DIRECTIONS, FILE
-from fl_lightning.results.report import PROVENANCE
-from fl_lightning.results.rows import CONFIG, ROW, Store, config_text
+from fl_lightning.results import (
+    CONFIG,
+    DIRECTIONS,
+    EXECUTION,
+    PROVENANCE,
+    ROW,
+    SUMMARY,
+    Store,
+    config_files,
+    config_text,
+    group_id,
+    is_private,
+    read_config,
+)
+from fl_lightning.results.metrics import FILE
 from fl_lightning.trainer import RunFolder
 
 
@@ -28,8 +38,11 @@ def add(run: Path, store: Store, name: str, suite: str | None = None) -> None:
         UserError: If the run cannot be a row, or the store has a row of this name with other weights.
     """
     if (run / ROW).is_file():
-        paths = (path for path in run.rglob("*") if path.is_file())
-        texts = {path.relative_to(run).as_posix(): path.read_bytes().decode() for path in sorted(paths)}
+        texts = {
+            path.relative_to(run).as_posix(): path.read_bytes().decode()
+            for path in sorted(run.rglob("*"))
+            if path.is_file()
+        }
     else:
         ensure((run / SUMMARY).is_file(), f"{run}: the run has not ended; let it end first")
         texts = row_files(run, ran(run))

@@ -101,8 +101,9 @@ class Study:
         name = method.removesuffix(RUNNER_UP)
         tried = tuning.read(self.store).get(name)
         best = tuning.chosen(tried, rank=method != name) if tried else {}
-        settings = [f"--{key}={value}" for key, value in best.items()]
-        return [*self._args(name, "rows"), *settings, *self.rows(method)[row]]
+        return [
+            *self._args(name, "rows"), *(f"--{key}={value}" for key, value in best.items()), *self.rows(method)[row],
+        ]  # fmt: skip
 
     def mark(self, store: Store, rows: Sequence[str]) -> None:
         """Says of the rows of a store that are as the study trains them by which rules they were trained.

@@ -10,11 +10,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, folded, require
-from fl_lightning.core.options import Interval, check_values, fits
-from fl_lightning.results import load_yaml
-from fl_lightning.results.compare import Group
-from fl_lightning.results.rows import ABOUT
+from fl_lightning.core import Interval, UserError, check_values, ensure, fits, folded, require
+from fl_lightning.results import ABOUT, Group, load_yaml
 
 FROZEN = ("suite", "fit", "draws", "tuning", "tuning_seeds", "rows", "columns", "seeds")
 """What ``about.yaml`` says of data, partitions, budgets and measures: another text of these is another suite."""

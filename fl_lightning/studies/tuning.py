@@ -65,8 +65,10 @@ def points(count: int, dimensions: int) -> list[list[float]]:
 
     scrambles = [SobolEngine(dimensions, scramble=True, seed=k) for k in range(SCRAMBLES)]  # type: ignore[no-untyped-call]
     best = min((1 - each.draw(count, dtype=torch.float64) for each in scrambles), key=correlation)
-    remedy = f"two settings have a rank correlation above {CORRELATED}; give more draws"
-    ensure(correlation(best) <= CORRELATED, f"draws = {count}: {remedy}")
+    ensure(
+        correlation(best) <= CORRELATED,
+        f"draws = {count}: two settings have a rank correlation above {CORRELATED}; give more draws",
+    )
     return cast("list[list[float]]", best.tolist())
 
 

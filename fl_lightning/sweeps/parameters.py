@@ -96,14 +96,8 @@ class Parameter:
         for name, value in options.items():
             ensure(name in given or value is not None, f"{where}.{name}: missing; {kind} needs {', '.join(names)}")
         check_values(where, options, FORMS)
-        cls._check(where, kind, options)
-        return cls(key, kind, options)
-
-    @staticmethod
-    def _check(where: str, kind: str, options: Mapping[str, Any]) -> None:
         if "values" in options:
-            values = options["values"]
-            require(bool(values), f"{where}.values", values, "give a list with a value")
+            require(bool(options["values"]), f"{where}.values", options["values"], "give a list with a value")
         if "probabilities" in options:
             shares = options["probabilities"]
             numbers = isinstance(shares, list) and all(
@@ -115,6 +109,7 @@ class Parameter:
             low, high = options["min"], options["max"]
             require(low < high, f"{where}.min", low, f"less than max = {high}")
             require(not kind.endswith("_values") or low > 0, f"{where}.min", low, f"{kind} needs a positive one")
+        return cls(key, kind, options)
 
     def grid(self) -> Sequence[Any]:
         """Returns all values, in order.
@@ -132,8 +127,12 @@ class Parameter:
             return list(self.choices)
         low, high, step = self.options["min"], self.options["max"], self.options.get("q", 1)
         if self.distribution == "int_uniform":
-            remedy = f"a grid takes at most {LARGEST:,} values"
-            require(high - low < LARGEST, f"parameters.{self.key}", f"{low} to {high}", remedy)
+            require(
+                high - low < LARGEST,
+                f"parameters.{self.key}",
+                f"{low} to {high}",
+                f"a grid takes at most {LARGEST:,} values",
+            )
             return range(low, high + 1)
         require((high - low) / step <= LARGEST, f"parameters.{self.key}.q", step, "too small for a grid")
         return list(np.arange(low, high, step).tolist())

@@ -216,8 +216,8 @@ def name_of(settings: Mapping[str, Any]) -> str:
     spelled = {key: _spelled(value) for key, value in settings.items()}
     named = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in spelled.items())
     name = "".join(c if c.isalnum() or c in "._-+=" else "-" for c in named)[:LONGEST]
-    whole = all(str(value) == spelled[key] for key, value in settings.items())
-    if whole and all(re.fullmatch(r"[A-Za-z0-9.+-]+", text) for text in spelled.values()) and name == named:
+    whole = all(str(settings[key]) == text and re.fullmatch(r"[A-Za-z0-9.+-]+", text) for key, text in spelled.items())
+    if whole and name == named:
         return name
     return f"{name}_{hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]}"
 
@@ -355,8 +355,10 @@ def check_alone(n: int) -> None:
     Raises:
         UserError: If there are several.
     """
-    remedy = "each of several runs is trained by one; set devices and num_nodes to 1"
-    ensure(n == 1, f"trainer.devices: {n} processes; {remedy}")
+    ensure(
+        n == 1,
+        f"trainer.devices: {n} processes; each of several runs is trained by one; set devices and num_nodes to 1",
+    )
 
 
 def _build(folder: Path, build: Build, early: Early | None, not_awaited: Collection[str], trial: Trial) -> Built:
