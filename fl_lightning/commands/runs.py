@@ -82,8 +82,10 @@ def run(folders: list[str] | None = None, /, follow: bool = False, delete: bool 
     else:
         while follow and any(each.state == "running" for each in found):
             for each in found:
-                line = f"{short_path(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}"
-                say(line.rstrip(), flush=True)
+                say(
+                    f"{short_path(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}".rstrip(),
+                    flush=True,
+                )
             time.sleep(SECONDS)
             found = find(given)
         show_table(_table(found))

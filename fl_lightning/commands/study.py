@@ -67,8 +67,7 @@ def run(
 
         for place in map(Path, paths):
             folder = Path(out or "runs/studies").resolve() / place.resolve().name
-            study = Study.read(place, folder, Path(into or place), build_trial, check_trial)
-            for row in study.run(chosen):
+            for row in Study.read(place, folder, Path(into or place), build_trial, check_trial).run(chosen):
                 say(f"added: {row}")
     elif action == "add":
         _add(paths, Path(into or "ledger/mine"))
