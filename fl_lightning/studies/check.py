@@ -123,12 +123,14 @@ def compare_run(row: Path, run: Path, shown: Path) -> Again:
     }
     apart = {name: _apart(pairs, dict(here.get(name, ()))) for name, pairs in before.items() if name[:5] != "time/"}
     start = starts(run)[-1]
-    last = (
-        (value, dict(here.get(name, ())).get(at, math.inf))
-        for name in tested(before)
-        for at, value in before[name][-1:]
+    final = next(
+        (
+            abs(value - dict(here.get(name, ())).get(at, math.inf))
+            for name in tested(before)
+            for at, value in before[name][-1:]
+        ),
+        math.inf,
     )
-    final = next((abs(a - b) for a, b in last), math.inf)
     far, whole = {name: value for name, value in apart.items() if value}, rounds >= kept["rounds"]
     return Again(
         start,
