@@ -136,8 +136,9 @@ def portable(config: Mapping[str, Any]) -> dict[str, Any]:
     left_out = set(EXECUTION) - {
         "engine", "client_block", "compile", "accelerator", "devices", "threads", "client_memory", "callbacks"
     }  # fmt: skip
-    trainer = {key: value for key, value in config["trainer"].items() if key not in left_out}
-    return dict(moved({**config, "trainer": trainer}))
+    return dict(
+        moved({**config, "trainer": {key: value for key, value in config["trainer"].items() if key not in left_out}})
+    )
 
 
 def digest(row: Path) -> str:
