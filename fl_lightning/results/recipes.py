@@ -194,12 +194,11 @@ class PaperFigure:
     @property
     def says(self) -> list[str]:
         """Lines that stand in the output and above the picture: whether it is the paper's, and what is assumed."""
-        found = f"{self.paper}, Figure {self.number}: {self.shows} ({self.draws})"
-        state = (
-            f"a part of the paper's figure; missing: {self.missing}" if self.missing else "as the paper describes it"
-        )
-        taken = [f"open in the text that we had, and assumed: {self.taken}"] if self.taken else []
-        return [found, state, *taken]
+        return [
+            f"{self.paper}, Figure {self.number}: {self.shows} ({self.draws})",
+            f"a part of the paper's figure; missing: {self.missing}" if self.missing else "as the paper describes it",
+            *([f"open in the text that we had, and assumed: {self.taken}"] if self.taken else []),
+        ]
 
     @property
     def folder(self) -> str:
