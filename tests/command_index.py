@@ -19,7 +19,8 @@ from unittest.mock import patch
 from torch import nn
 
 import fl_lightning
-from fl_lightning.commands.main import COMMANDS, command_of
+from fl_lightning.commands import COMMANDS
+from fl_lightning.commands.main import command_of
 from fl_lightning.commands.shared.cli import FederatedParser
 from fl_lightning.commands.shared.index import FILE, PARTS
 from fl_lightning.commands.shared.parser import Command

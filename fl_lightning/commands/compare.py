@@ -10,7 +10,6 @@ from fl_lightning.core import check_folder, figure_files, make_folder, require, 
 from fl_lightning.results import compare, console, curve_files, filled, say, short_path, show_table, table, varied
 
 BEST = table.Markup(best="[bold]{}[/]")
-SUMMARY = "Compare finished runs: statistics over seeds as table, CSV and LaTeX, and their curves."
 
 
 def run(
@@ -83,13 +82,21 @@ def run(
             left = numbered + named * len(keys)
             show_table(filled(heads, lines, left, title=title), 1 if numbered else left)
     if pivoted is not None:
-        rows = [[escape(row), *means] for row, *means in pivoted.text(BEST)]
-        show_table(filled([*map(escape, pivoted.heads)], rows, title=pivoted.title))
+        show_table(
+            filled(
+                [*map(escape, pivoted.heads)],
+                ([escape(row), *means] for row, *means in pivoted.text(BEST)),
+                title=pivoted.title,
+            )
+        )
         say(pivoted.best)
     if settings is not None:
         ranked, about = settings.importances
-        texts = [map(escape, each.text()) for each in ranked]
-        show_table(filled(varied.HEAD, texts, title=f"importance for {settings.metric}"))
+        show_table(
+            filled(
+                varied.HEAD, (map(escape, each.text()) for each in ranked), title=f"importance for {settings.metric}"
+            )
+        )
         say(about)
     say_left_out(groups)
     if out is not None:

@@ -1,15 +1,15 @@
-"""``fl-lightning configs``: the configs that come with the package."""
+"""What comes with the package: ``fl-lightning configs``, ``list``, and ``init``, a folder to start from."""
 
+import shlex
 from itertools import takewhile
+from pathlib import Path
 
 from rich.table import Column, Table
 from rich.text import Text
 
-from fl_lightning.commands.shared import config_names, configs_folder
+from fl_lightning.commands.shared import config_names, configs_folder, index
 from fl_lightning.core import require
-from fl_lightning.results import console
-
-SUMMARY = "List the configs that come with the package; --config takes their names."
+from fl_lightning.results import console, filled, say, show_table, write_new
 
 
 def run(folder: str = "") -> None:
@@ -35,3 +35,25 @@ def _description(name: str) -> str:
     lines = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
     return comment.partition(". ")[0].removesuffix(".")
+
+
+def algorithms() -> None:
+    """Prints the algorithms as a table."""
+    found = index.index()["algorithms"]
+    for columns, text in (((0, 1, 6, 7, 8), 24), ((0, 2, 3, 4, 5), 14)):  # one table is too wide
+        heads, *rows = [[row[i] for i in columns] for row in (found["heads"], *found["rows"])]
+        show_table(filled(heads, rows, len(heads), box=None), text=text)
+        print()
+    note = f"{found['note']} `ascent`, `server_update` and `averaging` combine with all that have none of their own."
+    console().print(note, markup=False, highlight=False)
+
+
+def init(folder: str, /) -> None:
+    """Writes ``README.md``, ``config.yaml``, ``my_algorithm.py`` and ``sweep.yaml``.
+
+    Args:
+        folder: The folder, new or empty; it is created.
+    """
+    starter = Path(__file__).parent / "starter"
+    write_new(folder, {file.name: file.read_text(encoding="utf-8") for file in sorted(starter.glob("*.*"))})
+    say(f"start with: cd {shlex.quote(folder)} && fl-lightning fit --config config.yaml")

@@ -10,8 +10,6 @@ from fl_lightning.core import grouped, make_folder
 from fl_lightning.data import Batch, FederatedDataModule, corrupted_cifar
 from fl_lightning.results import CLEAN, Accuracy, average, plot_corruptions, say, write_table
 
-SUMMARY = "Evaluate a model on CIFAR-10-C or CIFAR-100-C, by corruption and severity."
-
 
 def evaluate_corruptions(
     accuracy: Callable[[Iterable[Batch]], float],
@@ -39,8 +37,10 @@ def evaluate_corruptions(
 
 def means(rows: Sequence[Accuracy]) -> dict[str, float]:
     """Returns the accuracy on the clean test set, and its mean over corruptions, by severity and over all."""
-    ordered = sorted(rows, key=lambda row: row.severity)
-    found = grouped((f"severity {row.severity}" if row.severity else CLEAN, row.acc) for row in ordered)
+    found = grouped(
+        (f"severity {row.severity}" if row.severity else CLEAN, row.acc)
+        for row in sorted(rows, key=lambda row: row.severity)
+    )
     found["all"] = [row.acc for row in rows if row.severity]
     return {name: average(values) for name, values in found.items() if values}
 

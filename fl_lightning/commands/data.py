@@ -8,7 +8,6 @@ from fl_lightning.data.histogram import class_counts, count_table, heat_map, his
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.results import filled, say, show_table, write_table
 
-SUMMARY = "Show how the samples are divided among the clients: table, CSV file, heat map."
 ROWS, COLUMNS = 12, 12
 """Maximum number of clients and classes in the printed table; the CSV file has all."""
 
@@ -59,12 +58,17 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
         (False, "share of different samples", different / sizes, ".3f"),
         (True, "samples of a class", counts.sum(0), ",.1f"),
     )
-    lines = [
-        [name, *(f"{v:{form}}".removesuffix(".0") for v in (values.min(), values.mean(), values.max()))]
-        for of_classes, name, values, form in statistics
-        if by_class or not of_classes
-    ]
-    show_table(filled(["", "min", "mean", "max"], lines, left=4))
+    show_table(
+        filled(
+            ["", "min", "mean", "max"],
+            (
+                [name, *(f"{v:{form}}".removesuffix(".0") for v in (values.min(), values.mean(), values.max()))]
+                for of_classes, name, values, form in statistics
+                if by_class or not of_classes
+            ),
+            left=4,
+        )
+    )
 
     more = [f"{classes - COLUMNS:,} more"] if classes > COLUMNS else []
     heads = ["client", "samples", *map(str, range(min(classes, COLUMNS))), *more]
@@ -74,5 +78,10 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
     rows = [(str(k), *row) for k, row in enumerate(numbers)]
     if clients > ROWS:
         rows[ROWS - 2 : -1] = [("…",)]
-    cells = [[name, *(f"{n:,}" if n else "" for n in row)] for name, *row in (*rows, ("all", *numbers.sum(0)))]
-    show_table(filled(heads, cells, left=len(heads)))
+    show_table(
+        filled(
+            heads,
+            ([name, *(f"{n:,}" if n else "" for n in row)] for name, *row in (*rows, ("all", *numbers.sum(0)))),
+            left=len(heads),
+        )
+    )

@@ -8,10 +8,8 @@ from torch import nn
 
 from fl_lightning.core import checked, ensure, files, make_folder, write_atomically
 from fl_lightning.results import config_of, is_private, say
-from fl_lightning.trainer import Run, RunFolder
+from fl_lightning.trainer import RunFolder
 from fl_lightning.trainer.storage import checkpoint
-
-SUMMARY = "Write the net of a checkpoint, weights and running statistics, as a state_dict."
 
 HERE = (
     "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto",
@@ -52,8 +50,11 @@ def _is_export(path: Path) -> bool:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # torch's own depend on what the file holds
         return False
-    plain = isinstance(found, dict) and all(isinstance(value, torch.Tensor) for value in found.values())
-    return plain and files.fault(path) == files.UNMARKED
+    return (
+        isinstance(found, dict)
+        and all(isinstance(value, torch.Tensor) for value in found.values())
+        and files.fault(path) == files.UNMARKED
+    )
 
 
 @checked
@@ -93,7 +94,13 @@ def load_net(run_folder: str | Path, client: int | None = None) -> nn.Module:
                 loaded = made.trainer.load(made.model, made.data, str(path), clients=client is not None)
                 loaded.load_statistics(loaded.global_model)
                 if client is not None:
-                    _load_own(loaded, client)
+                    ensure(made.model.personal, "client: clients of this run have no models of their own; leave it out")
+                    row = loaded.clients.row(client)
+                    ensure(row is not None, f"client = {client}: has not trained in this run; give one that has")
+                    assert row is not None
+                    loaded.net.move_to(made.model.client_model(loaded.global_model, row))
+                    if made.model.net_buffers is not None and "buffers" in row:
+                        made.model.net_buffers.load(made.model.net, row.buffers)
             weights |= made.model.net.state_dict()
     net: nn.Module = made.model.net
     ensure(
@@ -103,14 +110,3 @@ def load_net(run_folder: str | Path, client: int | None = None) -> nn.Module:
     net.to(weights[next(name for name, _ in net.named_parameters())].dtype)
     net.load_state_dict(weights)
     return net
-
-
-def _load_own(run: Run, client: int) -> None:
-    """Loads a client's own model into the net."""
-    ensure(run.objective.personal, "client: clients of this run have no models of their own; leave it out")
-    row = run.clients.row(client)
-    ensure(row is not None, f"client = {client}: has not trained in this run; give one that has")
-    assert row is not None
-    run.net.move_to(run.objective.client_model(run.global_model, row))
-    if run.objective.net_buffers is not None and "buffers" in row:
-        run.objective.net_buffers.load(run.objective.net, row.buffers)

@@ -1,14 +1,28 @@
-"""``fl-lightning fit``: one run, or a grid of them."""
+"""``fl-lightning fit``, one run or a grid of them; and ``centralized``, ``validate`` and ``test``."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from fl_lightning.commands.shared import FederatedCLI, seeds_of, to_continue, trials, without
-from fl_lightning.core import require
-from fl_lightning.sweeps.parameters import combinations
-from fl_lightning.sweeps.trials import NAMED, PLACE, Trial, check_alone, name_of, run_trials
+from rich.markup import escape
 
-SUMMARY = "Train for trainer.max_rounds rounds."
+from fl_lightning import FederatedDataModule, FederatedTrainer, LocalObjective
+from fl_lightning.commands.shared import FederatedCLI, build_trial, check_trial, seeds_of, to_continue, without
+from fl_lightning.core import require
+from fl_lightning.results import average, deviation, filled, say, show_table, shown, title
+from fl_lightning.sweeps.parameters import combinations
+from fl_lightning.sweeps.trials import (
+    NAMED,
+    PLACE,
+    Outcome,
+    Trial,
+    check_alone,
+    complain,
+    last_metrics,
+    name_of,
+    run_trials,
+    short,
+)
 
 
 def run(
@@ -26,8 +40,7 @@ def run(
     made, grid = cli.build(), _grid(seeds, values or [])
     if not grid:
         with made.trainer.environment():
-            ckpt_path = to_continue(made.trainer, made.model, made.data, ckpt_path)
-            made.trainer.fit(made.model, made.data, ckpt_path)
+            made.trainer.fit(made.model, made.data, to_continue(made.trainer, made.model, made.data, ckpt_path))
         return
     require(ckpt_path in (None, "last"), "ckpt_path", ckpt_path, "several runs continue with last")
     check_alone(made.trainer.fabric.world_size)
@@ -38,9 +51,36 @@ def run(
         for own in combinations(grid)
     ]
     for trial in asked:
-        trials.check(trial)
-    root, resume = made.trainer.default_root_dir, ckpt_path == "last"
-    trials.show(list(run_trials(asked, root, trials.build, resume=resume, check=trials.check)))
+        check_trial(trial)
+    _show(
+        [*run_trials(asked, made.trainer.default_root_dir, build_trial, resume=ckpt_path == "last", check=check_trial)]
+    )
+
+
+def _show(outcomes: Sequence[Outcome]) -> None:
+    """Prints the last metrics of each trial, and over seeds mean and standard deviation.
+
+    Raises:
+        UserError: If a trial failed.
+    """
+    metrics = {o.trial.name: last_metrics(o.folder) for o in outcomes}
+    names = shown(dict.fromkeys(name for found in metrics.values() for name in found))
+    keys = list(dict.fromkeys(key for o in outcomes for key in o.trial.settings))
+    heads, rows = [*(key.rpartition(".")[2] for key in keys), *map(title, names)], []
+    for o in outcomes:
+        cells, found = [escape(short(o.trial.settings.get(key, ""))) for key in keys], metrics[o.trial.name]
+        if o.error:
+            cells[-1] += " (broke off)"
+        rows.append([*cells, *(f"{found[name]:.4f}" if name in found else "" for name in names)])
+    whole = [metrics[o.trial.name] for o in outcomes if not o.error]
+    if len(whole) > 1 and keys == ["trainer.seed"]:
+        values = [[found[name] for found in whole if name in found] for name in names]
+        means = [f"{average(v):.4f} ± {deviation(v):.4f}" if len(v) > 1 else "" for v in values]
+        rows.append(["mean ± sd", *means])
+    show_table(filled(heads, rows, len(heads), title=f"{len(outcomes)} runs"), len(keys) or 1)
+    for folder in filter(None, (o.folder for o in outcomes)):
+        say(f"results: {folder}")
+    complain(outcomes)
 
 
 def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
@@ -52,10 +92,57 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
         require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
         require(key not in PLACE, "values", given, NAMED)
         found[key] = each = re.split(r",(?![^\[{]*[]}])", listed)  # a value may be a list: [1],[2]
-        one = len(each) == 1 and listed.startswith("[")
-        require(not one, "values", given, "list them without brackets, as in model.rho=0.02,0.05")
+        require(
+            len(each) > 1 or not listed.startswith("["),
+            "values",
+            given,
+            "list them without brackets, as in model.rho=0.02,0.05",
+        )
         require(all(each) and len(set(each)) == len(each), "values", listed, "give different values, such as 0,1,2")
     if seeds is not None:
         require("trainer.seed" not in found, "seeds", seeds, "values has trainer.seed; give the seeds once")
         found["trainer.seed"] = seeds_of(seeds)
     return found
+
+
+def centralized(
+    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None = None
+) -> None:
+    """Trains on the union of the clients' data under ``lightning.Trainer``; ``max_rounds`` counts epochs.
+
+    Args:
+        trainer: The trainer.
+        model: A local objective without federated state.
+        data: The data.
+        ckpt_path: A checkpoint to continue in its own run folder; "last" or "best" for the newest run of this name; or
+            "auto" for the newest one with these settings, and for a new run if there is none.
+    """
+    trainer.centralized(model, data, ckpt_path)
+
+
+def validate(
+    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None = None
+) -> None:
+    """Evaluates the global model.
+
+    Args:
+        trainer: The trainer.
+        model: The local objective.
+        data: The data.
+        ckpt_path: The checkpoint, or "last"; by default the net's initial weights.
+    """
+    trainer.validate(model, data, ckpt_path)
+
+
+def evaluate(
+    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None = None
+) -> None:
+    """Evaluates the global model.
+
+    Args:
+        trainer: The trainer.
+        model: The local objective.
+        data: The data.
+        ckpt_path: The checkpoint, or "last"; by default the net's initial weights.
+    """
+    trainer.test(model, data, ckpt_path)

@@ -34,7 +34,6 @@ from fl_lightning.trainer import (
     figures,
 )
 
-SUMMARY = "Measure the flatness of a checkpoint: Hessian, sharpness, discrepancy, drift."
 NULL = FlatnessMonitor.NULL
 """What null stands for, as in a config."""
 RETRAINED = "(cohort retrained from the checkpoint)"
@@ -143,22 +142,26 @@ def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measuremen
     rows = [*map(vars, measurements)]
     (folder / f"flatness{number}.json").write_text(json_text({**about, "measurements": rows}, indent=1))
     columns = [column.name for column in fields(Measurement) if column.name != "details"]
-    cells = ({**row, "settings": json_text(row["settings"]).strip()} for row in rows)
-    write_table(folder / f"flatness{number}.csv", columns, ([row[name] for name in columns] for row in cells))
+    cells = ([json_text(row[name]).strip() if name == "settings" else row[name] for name in columns] for row in rows)
+    write_table(folder / f"flatness{number}.csv", columns, cells)
 
 
 def _show(path: Path, run: Run, measurements: Sequence[Measurement]) -> None:
-    names = [m.name for m in measurements]
-    twice = len(set(names)) < len(names)
-    numbers = (Column(head, justify="right") for head in ("value", "±"))
-    table = Table("measure", *numbers, *(["on"] if twice else []), title=f"Flatness after round {run.rounds_done}")
+    twice = len({m.name for m in measurements}) < len(measurements)
+    table = Table(
+        "measure",
+        *(Column(head, justify="right") for head in ("value", "±")),
+        *(["on"] if twice else []),
+        title=f"Flatness after round {run.rounds_done}",
+        caption=f"* {RETRAINED}" if any(RETRAINED in m.model for m in measurements) else None,
+    )
     for m in measurements:
         spread = f"{m.error:.2g}" if m.error is not None else ""
         if m.residual is not None and m.value is not None:
             spread = f"{abs(m.residual * m.value):.1g} (residual)"
         value, mark = "undefined" if m.value is None else f"{m.value:.4g}", "*" if RETRAINED in m.model else ""
-        on = [m.protocol().replace(f" {RETRAINED}", "*")] if twice else []
-        table.add_row(f"{m.name}{mark}", value, spread, *on)
-    table.caption = f"* {RETRAINED}" if any(RETRAINED in m.model for m in measurements) else None
+        table.add_row(
+            f"{m.name}{mark}", value, spread, *([m.protocol().replace(f" {RETRAINED}", "*")] if twice else [])
+        )
     show_table(table)
     say(f"results: {path} (with the protocol of each measure)")

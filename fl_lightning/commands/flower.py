@@ -15,7 +15,6 @@ from fl_lightning.flower import server
 from fl_lightning.results import flatten, say, write_new
 from fl_lightning.trainer import Run
 
-SUMMARY = "Write a Flower app: the run on a server, its clients on other machines."
 TEMPLATE = Path(__file__).parent / "flower_app"
 ON_NODE = ("--trainer.callbacks=null", "--trainer.loggers=null", "--trainer.enable_progress_bar=false")
 """Settings of a node, in place of the run's."""
@@ -40,9 +39,13 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
     ensure(not secrets, f"{', '.join(secrets)}: every node would get this secret; leave it out, give it by environment")
     config["trainer"]["engine"] = "sequential" if engine == "auto" else engine
     name = re.sub(r"[^a-z0-9]+", "-", Path(folder).resolve().name.lower()).strip("-") or "app"
-    templates = {path.name.removesuffix(".in"): path for path in sorted(TEMPLATE.iterdir()) if path.is_file()}
-    texts = {file: Template(path.read_text(encoding="utf-8")) for file, path in templates.items()}
-    filled = {file: text.substitute(name=name, nodes=nodes or 0) for file, text in texts.items()}
+    filled = {
+        path.name.removesuffix(".in"): Template(path.read_text(encoding="utf-8")).substitute(
+            name=name, nodes=nodes or 0
+        )
+        for path in sorted(TEMPLATE.iterdir())
+        if path.is_file()
+    }
     write_new(folder, {"config.yaml": yaml.safe_dump(config, sort_keys=False), **filled})
     say(f"start with: flwr run {shlex.quote(folder)}")
 

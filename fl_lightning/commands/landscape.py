@@ -1,4 +1,4 @@
-"""``fl-lightning landscape``: the loss around checkpoints."""
+"""``fl-lightning landscape``, the loss around checkpoints; and ``interpolate``, on the line between two."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -15,6 +15,7 @@ from fl_lightning.core import Interval, Positive, PositiveInt, State, checked, r
 from fl_lightning.engine import SequentialEngine
 from fl_lightning.flatness import (
     Plane,
+    interpolate,
     perturbation_curves,
     plot_perturbation,
     plot_plane,
@@ -22,10 +23,9 @@ from fl_lightning.flatness import (
     random_plane,
     surface,
 )
+from fl_lightning.flatness.plots import plot_interpolation
 from fl_lightning.trainer import Cohort, FederatedTrainer, MeasurementContext, Phase, Round, Run, Split, dry_round
 from fl_lightning.trainer.runtime import collectives
-
-SUMMARY = "Draw the loss around checkpoints: surfaces, planes, perturbations, local trajectories."
 
 
 @checked
@@ -76,9 +76,12 @@ def run(
     Raises:
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
-    three = (len(compare), len(clients)) in ((2, 0), (0, 3))
-    what = "a plane goes through two checkpoints more, or through the models of three clients"
-    require(kind != "plane" or three, "compare", list(compare), what)
+    require(
+        kind != "plane" or (len(compare), len(clients)) in ((2, 0), (0, 3)),
+        "compare",
+        list(compare),
+        "a plane goes through two checkpoints more, or through the models of three clients",
+    )
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
     of_checkpoints = "a perturbation is that of checkpoints; leave clients out, or draw a surface"
     require(kind != "perturbation" or not clients, "clients", list(clients), of_checkpoints)
@@ -137,8 +140,14 @@ def _plane(landscape: Landscape, clients: Sequence[int], points: int) -> None:
         landscape.models = _local_models(landscape.run, clients)
     plane = Plane.through(*landscape.models.values())
     x, y = plane.grid(points)
-    options = landscape.options("plane", origin=next(iter(landscape.models)))
-    found = surface(at=plane.origin, directions=plane.directions, x=x, y=y, models=landscape.models, **options)
+    found = surface(
+        at=plane.origin,
+        directions=plane.directions,
+        x=x,
+        y=y,
+        models=landscape.models,
+        **landscape.options("plane", origin=next(iter(landscape.models))),
+    )
     landscape.save("plane", {"plane": found}, plane=lambda: plot_plane(found))
 
 
@@ -156,9 +165,10 @@ def _perturbation(landscape: Landscape, points: int, span: float, directions: in
 def _trajectory(landscape: Landscape, client: int, points: int) -> None:
     """Draws local training of a client by the run's algorithm, FedAvg and FedSAM; of FedGMT four paths (its Fig. 6)."""
     run, own = landscape.run, landscape.run.objective
-    kinds = (FedAvg,) if type(own) is FedSAM else (FedAvg, FedSAM)
-    rivals: list[LocalObjective] = [kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in kinds]
-    objectives = {type(o).__name__: o for o in rivals}
+    objectives: dict[str, LocalObjective] = {
+        kind.__name__: kind(own.net, loss=own.loss, optimizer=own.optimizer)
+        for kind in ((FedAvg,) if type(own) is FedSAM else (FedAvg, FedSAM))
+    }
     if type(own) is not FedAvg or own.ascent is not None or own.parts or own.relaxed_init:
         name = type(own).__name__
         objectives = {f"{name} of this run" if name in objectives else name: own, **objectives}
@@ -175,8 +185,14 @@ def _trajectory(landscape: Landscape, client: int, points: int) -> None:
         f"data of client {client}": MeasurementContext.between_rounds(run).union([client])[0],
         **landscape.sets,
     }
-    options = landscape.options("trajectory", client=client)
-    found = surface(at=plane.origin, directions=plane.directions, x=x, y=y, models=paths, **options)
+    found = surface(
+        at=plane.origin,
+        directions=plane.directions,
+        x=x,
+        y=y,
+        models=paths,
+        **landscape.options("trajectory", client=client),
+    )
     for name, projected in found.models.items():
         run.fabric.print(f"{name}: at most {projected.residual.max():.3g} outside the plane")
     landscape.save("trajectory", {"trajectory": found}, trajectory=lambda: plot_plane(found, total=True))
@@ -199,15 +215,56 @@ def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
         state = State.initial({**objective.client_inits(), **objective.scratch_inits()}, run.clients.w0, received.w)
         jobs = [replace(job, state=state, received=received) for job in jobs]
     iterates: list[Tensor] = []
-    local_step = objective.local_step
 
     def recorded(w: Tensor, *rest: Any) -> Any:
         iterates.append(w.clone())
-        return local_step(w, *rest)
+        return objective.local_step(w, *rest)
 
     recording: Any = copy(objective)
     recording.local_step = recorded
     iterates += [result.w for result in SequentialEngine(recording, run.net, run.fabric.autocast).train(jobs)]
-    path = run.fabric.broadcast(torch.stack(iterates).cpu() if iterates else None)
-    assert path is not None
-    return path.to(run.server.w)
+    return run.fabric.broadcast(torch.stack(iterates).cpu() if iterates else torch.empty(0)).to(run.server.w)
+
+
+@checked
+def line(
+    trainer: FederatedTrainer,
+    model: LocalObjective,
+    data: FederatedDataModule,
+    a: str,
+    b: str,
+    /,
+    labels: Sequence[str] = (),
+    splits: Sequence[Split] = ("train", "test"),
+    samples: PositiveInt | None = 10_000,
+    points: Annotated[int, Interval("[3, 1e6]")] = 61,
+    out: str | None = None,
+) -> None:
+    """Measures loss and accuracy on the line through two checkpoints, γ a + (1-γ) b, and the barrier between them.
+
+    Args:
+        trainer: Its seed and precision are used, and its processes share the work.
+        model: The local objective.
+        data: The data.
+        a: The checkpoint at γ = 1.
+        b: The checkpoint at γ = 0.
+        labels: Names of the two in the figure; by default those of their runs.
+        splits: Data: train (of all clients, a stratified sample) and test.
+        samples: Number of training images; null: all.
+        points: Number of values of γ from -1 to 2.
+        out: Folder for the files; by default ``interpolate`` in the run folder of ``a``.
+
+    Raises:
+        UserError: If a checkpoint is of another net.
+    """
+    check_no_buffers(model)
+    loaded = trainer.load(model, data, a)
+    models, folder = models_of(loaded, [b], labels), output_folder(loaded, out, "interpolate")
+    (one, w_a), (zero, w_b) = models.items()
+    with progress_bar(loaded.fabric) as step:
+        landscape = Landscape(loaded, folder, models, splits, samples, step)
+        found = interpolate(a=w_a, b=w_b, gammas=np.linspace(-1, 2, points), **landscape.options("line", a=one, b=zero))
+        loaded.fabric.print("barrier: " + ", ".join(f"{name} {found.barrier(name):.4g}" for name in found.loss))
+        landscape.save(
+            "interpolate", {"line": found}, interpolate=lambda: plot_interpolation({"line": found}, (zero, one))
+        )

@@ -6,25 +6,19 @@ completion, and wrong names of configs, classes and settings, which `fl_lightnin
 
 import argparse
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib import import_module
 from inspect import signature
 from io import TextIOWrapper
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_lightning import __version__
+from fl_lightning.commands import COMMANDS, function_of
 
 if TYPE_CHECKING:
     from fl_lightning.commands.shared.parser import Command
-
-_FILES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))}
-COMMANDS = {name: match[1] for name, text in _FILES.items() if (match := re.search(r'^SUMMARY = "(.+)"$', text, re.M))}
-"""The subcommands, which are the files of this folder that define ``SUMMARY``, and their summaries."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -110,7 +104,7 @@ def command_of(command: str, *args: str) -> "Command":
     from fl_lightning.commands.shared.index import PARTS
     from fl_lightning.commands.shared.parser import Command
 
-    if {"cli", *PARTS} & {*signature(import_module(f"fl_lightning.commands.{command}").run).parameters}:
+    if {"cli", *PARTS} & {*signature(function_of(command)).parameters}:
         from fl_lightning.commands.shared.cli import FederatedCLI
 
         return FederatedCLI(command, *args)

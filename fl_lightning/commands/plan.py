@@ -22,7 +22,6 @@ from fl_lightning.core import PositiveInt, checked, json_text, require
 from fl_lightning.results import filled, say, show_table
 from fl_lightning.trainer import program
 
-SUMMARY = "Predict hours, memory and bits of a fit, from a few rounds that are measured here."
 MOST = 1_000_000
 """Rounds of a run that a plan goes through."""
 
@@ -70,8 +69,14 @@ class Plan:
             for name, (times, each) in self.parts.items()
             if times * each >= self.seconds / 1000
         ]
-        title = f"{as_time(self.seconds)} for {self.rounds} {self.unit}"
-        show_table(filled(["", "times", "each", "together"], rows, left=4, title=title))
+        show_table(
+            filled(
+                ["", "times", "each", "together"],
+                rows,
+                left=4,
+                title=f"{as_time(self.seconds)} for {self.rounds} {self.unit}",
+            )
+        )
         on_device = f", {as_bytes(self.device_memory)} on its device" if self.device_memory else ""
         say(f"engine: {self.engine}; {self.measured} rounds measured")
         if self.lacking:

@@ -33,8 +33,6 @@ from fl_lightning.results import (
     with_values,
 )
 
-SUMMARY = "Write a report of runs: one HTML page that opens offline, with its tables and figures beside it."
-
 
 def run(
     runs: list[str],
@@ -78,8 +76,13 @@ def run(
     with drawing():
         drawings = draw(files, shown)
         drawings["sweep"] = [("Settings and metric of each config", "parallel", sweep.plot())] if sweep else []
-        titled = {at: {t: f for t, _, f in drawn} for at, drawn in drawings.items()}
-        text = report_page(files, shown, PROTOCOL, titled, sweep.importances if sweep else None)
+        text = report_page(
+            files,
+            shown,
+            PROTOCOL,
+            {at: {title: figure for title, _, figure in drawn} for at, drawn in drawings.items()},
+            sweep.importances if sweep else None,
+        )
         beside = {
             **table.table_files(groups, shown),
             **curves.curve_files({group.name: group.metrics for group in groups}),

@@ -14,18 +14,17 @@ from jsonargparse import Namespace
 from torch.nn import Module
 
 from fl_lightning import LocalObjective
-from fl_lightning.commands.shared import PARTS, FederatedCLI, prediction, prepare, said_of, seeds_of
-from fl_lightning.commands.shared.paper_figures import draw
-from fl_lightning.commands.shared.prediction import (
-    Measured,
-    Step,
-    as_bytes,
-    as_time,
-    data_like,
-    data_or_like,
-    row_bytes,
+from fl_lightning.commands.shared import (
+    PARTS,
+    FederatedCLI,
+    build_trial,
+    check_trial,
+    paper_figures,
+    prediction,
+    prepare,
+    said_of,
+    seeds_of,
 )
-from fl_lightning.commands.shared.trials import build, check, complain
 from fl_lightning.core import (
     Interval,
     PositiveInt,
@@ -42,7 +41,6 @@ from fl_lightning.engine import contract_of
 from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say, show_table
 from fl_lightning.sweeps.reproduction import (
     Task,
-    check_fraction,
     column,
     declared,
     figure_tasks,
@@ -58,10 +56,8 @@ from fl_lightning.sweeps.reproduction import (
     why_not,
     write_lines,
 )
-from fl_lightning.sweeps.trials import Outcome, Trial, newest_run, outcome, run_trials
+from fl_lightning.sweeps.trials import Outcome, Trial, complain, newest_run, outcome, run_trials
 from fl_lightning.trainer.participation.samplers import UniformSampler
-
-SUMMARY = "Reproduce a paper's table or figure: make its runs, print our numbers beside the paper's, or draw it."
 
 STEPS = 2
 """Local steps of a client in the rounds that are measured for the estimate."""
@@ -99,7 +95,7 @@ class Planned:
         trainer, m = self.made.trainer, self.made.data.num_clients
         return m if self.task.recipe.command == "centralized" else len(trainer.sampler(0, m, trainer.seed))
 
-    def measure(self) -> Measured:
+    def measure(self) -> prediction.Measured:
         """Measures a few rounds of a few local steps; the data are loaded."""
         trainer = copy.copy(self.made.trainer)
         trainer.local_steps = STEPS
@@ -107,7 +103,7 @@ class Planned:
             trainer.sampler = UniformSampler(self.made.data.num_clients)
         return prediction.measure(trainer, self.made.model, self.made.data)
 
-    def seconds(self, like: "Planned", measured: Measured | Step) -> float:
+    def seconds(self, like: "Planned", measured: prediction.Measured | prediction.Step) -> float:
         """Estimates the seconds of a run.
 
         Args:
@@ -116,7 +112,7 @@ class Planned:
         """
         trainer, model, m = self.made.trainer, self.made.model, self.made.data.num_clients
         data, fixed = like.made.data, trainer.local_steps  # the samples are the same, only divided otherwise
-        if isinstance(measured, Step):
+        if isinstance(measured, prediction.Step):
             return measured.run(trainer, model, data, self.cohort * data.num_clients / m)
         steps = fixed or fmean(
             data.batches_per_client(k, trainer.local_epochs, None) * data.num_clients / m
@@ -142,7 +138,7 @@ class Planned:
 @cache
 def _row_bytes(model: LocalObjective) -> int:
     """Returns the bytes that a client keeps; several tasks have one model."""
-    return row_bytes(model, model.flat.vector(model.net))
+    return prediction.row_bytes(model, model.flat.vector(model.net))
 
 
 @checked
@@ -180,7 +176,6 @@ def run(
         out: Folder of the runs and of table.csv, table.tex and table.md, or of the figure; null: one in runs/reproduce.
         points: Points along each axis of a figure's loss landscape; null: the paper's, or those of ``landscape``.
     """
-    check_fraction(rounds)
     how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run, measure), paper.casefold()
     share = "" if rounds == 1 else f"_{rounds:g}"
     if number := re.fullmatch(r"fig(?:ure)?[. _]*(\d+[a-z]?)", table.lower()):
@@ -202,15 +197,13 @@ def run(
     made = _make(asked, folder, how)
     if dry_run:
         return
-    given = shlex.join(settings)
     lines = [
         *(line(cell, []) for cell in cells if declared(cell) is not None),
-        *(line(cell, outcomes, rounds, given) for task, outcomes in made.items() for cell in task.cells),
+        *(line(cell, outcomes, rounds, shlex.join(settings)) for task, outcomes in made.items() for cell in task.cells),
     ]
     write_lines(lines, make_folder(folder))
     show_table(table_of(lines))
-    how_measured = " (table.md says how flatness was measured)" if protocols(lines) else ""
-    say(f"results: {folder}{how_measured}")
+    say(f"results: {folder}" + (" (table.md says how flatness was measured)" if protocols(lines) else ""))
 
 
 def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> None:
@@ -228,7 +221,11 @@ def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> 
         return
     less = [f"{100 * how.fraction:.4g} % of the rounds"] * (how.fraction < 1)
     with noted("; ".join([*drawn.says, *less, *filter(None, [shlex.join(how.settings)])])):
-        paths = draw(drawn, runs, place, points) if runs else save_figure(heat_maps(divided), place / "partition")[1:]
+        paths = (
+            paper_figures.draw(drawn, runs, place, points)
+            if runs
+            else save_figure(heat_maps(divided), place / "partition")[1:]
+        )
     for path in paths:
         say(f"drawn: {path}")
 
@@ -265,7 +262,7 @@ def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Out
     make_folder(folder)
     outcomes, given = dict[str, Outcome](), shlex.join(how.settings)
     task_of = {trial.name: plan.task for plan in planned for trial in plan.trials}
-    for ended in run_trials(trials, folder, build, how.jobs, check=check):
+    for ended in run_trials(trials, folder, build_trial, how.jobs, check=check_trial):
         outcomes[ended.trial.name] = ended
         if ended.folder is not None:
             mark(ended.folder, task_of[ended.trial.name], how.fraction, given)
@@ -280,7 +277,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         planned: For each task, the folders of its runs that have not ended; None for those that have not begun.
         how: How they are made.
     """
-    measured: dict[tuple[str, str], tuple[Planned, Measured | Step] | None] = {}
+    measured: dict[tuple[str, str], tuple[Planned, prediction.Measured | prediction.Step] | None] = {}
     seconds, rows, memory = list[float](), [], 0
     for each, folders in planned.items():
         cell = each.task.cells[0]
@@ -291,19 +288,35 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         one, whole = each.seconds(*found), each.made.trainer.max_rounds
         left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
         seconds += left
-        of_data = each.samples if isinstance(found[1], Step) else 0
-        memory = max(memory, found[1].memory + each.rows + of_data)
-        rows.append([cell.algorithm, column(cell), str(len(left)), f"{whole:,}", as_time(one), as_time(sum(left))])
+        memory = max(
+            memory, found[1].memory + each.rows + (each.samples if isinstance(found[1], prediction.Step) else 0)
+        )
+        rows.append(
+            [
+                cell.algorithm,
+                column(cell),
+                str(len(left)),
+                f"{whole:,}",
+                prediction.as_time(one),
+                prediction.as_time(sum(left)),
+            ]
+        )
     if not rows:
         return
-    heads = ["row", "column", "runs", "rounds", "each", "together"]
-    show_table(filled(heads, rows, left=2, title="estimate for this machine"), 2)
+    show_table(
+        filled(
+            ["row", "column", "runs", "rounds", "each", "together"], rows, left=2, title="estimate for this machine"
+        ),
+        2,
+    )
     together, at_once = max(max(seconds), sum(seconds) / how.jobs), min(how.jobs, len(seconds))
-    text = f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {as_time(together)} with --jobs {how.jobs}"
-    say(f"{text}; about {as_bytes(memory * at_once)} of memory")
+    say(
+        f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {prediction.as_time(together)} with --jobs {how.jobs}; "
+        f"about {prediction.as_bytes(memory * at_once)} of memory"
+    )
 
 
-def _measured(planned: Planned, how: _How) -> tuple[Planned, Measured | Step] | None:
+def _measured(planned: Planned, how: _How) -> tuple[Planned, prediction.Measured | prediction.Step] | None:
     """Measures a step, or a few rounds; a dry run does without files, and returns None if it knows no shape."""
     cell, data, missing = planned.task.cells[0], planned.made.data, None
     try:
@@ -311,9 +324,9 @@ def _measured(planned: Planned, how: _How) -> tuple[Planned, Measured | Step] | 
             data.prepare_data()
             data.setup()
         elif how.measure:
-            data, missing = data_or_like(data)
+            data, missing = prediction.data_or_like(data)
         else:
-            data = data_like(data)
+            data = prediction.data_like(data)
     except UserError as error:
         if not how.dry_run:
             raise
@@ -323,7 +336,7 @@ def _measured(planned: Planned, how: _How) -> tuple[Planned, Measured | Step] | 
         say(f"measured on random samples of the same shape: {missing}")
     say(f"measuring {'a few rounds' if how.measure else 'a step'}: {cell.dataset}, {cell.model}", flush=True)
     like = replace(planned, made=Namespace(**{**vars(planned.made), "data": data}))  # type: ignore[no-untyped-call]
-    return like, like.measure() if how.measure else Step.measure(like.made.trainer, like.made.model, data)
+    return like, like.measure() if how.measure else prediction.Step.measure(like.made.trainer, like.made.model, data)
 
 
 def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:

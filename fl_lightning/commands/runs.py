@@ -13,10 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning.core import UserError, ensure, read_json
-from fl_lightning.results import SUMMARY as ENDED
 from fl_lightning.results import (
+    SUMMARY,
     config_of,
     console,
+    read_run,
+    rounds_done,
     say,
     short_path,
     show_table,
@@ -24,10 +26,7 @@ from fl_lightning.results import (
     visible,
     window,
 )
-from fl_lightning.results.metrics import FILE, read_metrics, rounds_done
 from fl_lightning.trainer.storage.run_folder import in_use
-
-SUMMARY = "List runs with state, rounds, headline, time and size; follow those that train, or delete some."
 
 STARTED = "provenance.json"
 """Every run folder has it from the start."""
@@ -83,8 +82,10 @@ def run(folders: list[str] | None = None, /, follow: bool = False, delete: bool 
     else:
         while follow and any(each.state == "running" for each in found):
             for each in found:
-                line = f"{short_path(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}"
-                say(line.rstrip(), flush=True)
+                say(
+                    f"{short_path(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}".rstrip(),
+                    flush=True,
+                )
             time.sleep(SECONDS)
             found = find(given)
         show_table(_table(found))
@@ -98,18 +99,20 @@ def find(folders: list[str]) -> list[Listed]:
     """
     for folder in folders:
         ensure(Path(folder).is_dir(), f"folders = {folder}: no such folder; give run folders, or one above them")
-    paths = {path.parent for folder in folders for path in Path(folder).resolve().rglob(STARTED)}
-    return sorted(map(_listed, paths), key=lambda each: each.changed)
+    return sorted(
+        map(_listed, {path.parent for folder in folders for path in Path(folder).resolve().rglob(STARTED)}),
+        key=lambda each: each.changed,
+    )
 
 
 def _listed(folder: Path) -> Listed:
     files = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
     headline, last, minutes, done, asked = "", 0, "", 0, None
     try:
-        done = rounds_done(read_metrics(folder / FILE)) if (folder / FILE).is_file() else 0
+        done = rounds_done(read_run(folder))
         if config := config_of(folder):
             asked = config["trainer"]["max_rounds"]
-        ended = read_json(folder / ENDED, dict, {}).get("rounds") == done
+        ended = read_json(folder / SUMMARY, dict, {}).get("rounds") == done
         state = "finished" if ended and asked in (done, None) else "ended" if ended else "interrupted"
         if done:
             shown = summarise(folder)
@@ -131,8 +134,9 @@ def _table(found: list[Listed]) -> Table:
     lasts = [each.last for each in found if each.last]
     heads = ("run", "state", "rounds", window(lasts) if lasts else "headline", "minutes", "MB")
     for head in heads:
-        narrow = head != "run"
-        table.add_column(head, justify="left" if head in ("run", "state") else "right", overflow="fold", no_wrap=narrow)
+        table.add_column(
+            head, justify="left" if head in ("run", "state") else "right", overflow="fold", no_wrap=head != "run"
+        )
     rows = [[each.state, each.rounds, each.headline, each.minutes, f"{each.size / 1e6:.1f}"] for each in found]
     others = [max(head.split(), key=len) for head in heads[1:]], *rows
     room = console().width - sum(max(map(len, column)) + 1 for column in zip(*others, strict=True)) - 1

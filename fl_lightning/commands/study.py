@@ -18,8 +18,6 @@ from fl_lightning.core import (
 )
 from fl_lightning.results import ROWS, Store, extract, find_runs, located, say, short_path, store_of
 
-SUMMARY = "Keep finished runs as rows of a study; train rows again and compare their bits; write its pages."
-
 
 @checked
 def run(
@@ -64,13 +62,12 @@ def run(
     if out is not None:
         check_folder(Path(out) if action in ("extract", "run") else Path(out).parent)
     if action == "run":
-        from fl_lightning.commands.shared import trials
+        from fl_lightning.commands.shared import build_trial, check_trial
         from fl_lightning.studies.study import Study
 
         for place in map(Path, paths):
             folder = Path(out or "runs/studies").resolve() / place.resolve().name
-            study = Study.read(place, folder, Path(into or place), trials.build, trials.check)
-            for row in study.run(chosen):
+            for row in Study.read(place, folder, Path(into or place), build_trial, check_trial).run(chosen):
                 say(f"added: {row}")
     elif action == "add":
         _add(paths, Path(into or "ledger/mine"))
@@ -142,7 +139,7 @@ def _rows(paths: Sequence[str]) -> Mapping[Path, list[str]]:
 
 def _add(paths: Sequence[str], into: Path) -> None:
     """Adds runs to a store; of several versions of a run each is a row, and has the suite whose study it follows."""
-    from fl_lightning.commands.shared import trials
+    from fl_lightning.commands.shared import build_trial, check_trial
     from fl_lightning.studies.store import add
     from fl_lightning.studies.study import Study
     from fl_lightning.studies.suite import about_of
@@ -159,7 +156,7 @@ def _add(paths: Sequence[str], into: Path) -> None:
                 added.append("/".join([*parts, *[run.name] * several]))
                 add(run, store, added[-1])
         if "methods" in about_of(into):
-            Study.read(into, into, into, trials.build, trials.check).mark(store, added)
+            Study.read(into, into, into, build_trial, check_trial).mark(store, added)
     for name in added:
         say(f"added: {into / name}")
 
@@ -174,11 +171,11 @@ def _beyond(paths: Sequence[str], before: Path) -> dict[str, str]:
 
 def _check(rows: Sequence[tuple[Path, str]], settings: Sequence[str], tolerance: float, minutes: int | None) -> None:
     """Trains rows again, and prints how far they are apart."""
-    from fl_lightning.commands.shared.trials import build
+    from fl_lightning.commands.shared import build_trial
     from fl_lightning.studies.check import check
 
     wrong = 0
-    for row, again in check(rows, settings, tolerance, build, minutes):
+    for row, again in check(rows, settings, tolerance, build_trial, minutes):
         good = again.met(tolerance)
         wrong += not good
         say(f"{short_path(row)}: {again.text()}{'' if good else ': WRONG'}")

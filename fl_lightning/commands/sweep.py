@@ -9,14 +9,13 @@ from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 
-from fl_lightning.commands.shared import find_config, seeds_of, trials
+from fl_lightning.commands.shared import build_trial, check_trial, find_config, seeds_of
 from fl_lightning.core import PositiveInt, UserError, checked
 from fl_lightning.results import command, console, filled, fitting, say, short_names
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
-from fl_lightning.sweeps.trials import short
+from fl_lightning.sweeps.trials import complain, last_metrics, short
 
-SUMMARY = "Run a sweep in W&B's format here: grid, random or bayes, resumable, with the best config."
 SHOWN = 30
 """Trials of the live table."""
 
@@ -41,10 +40,14 @@ def run(
 
     screen = console()
     say(f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}")
-    shown = partial(_table, controller, SHOWN, screen.width)
-    live = Live(get_renderable=shown, console=screen, refresh_per_second=1, transient=True)
+    live = Live(
+        get_renderable=partial(_table, controller, SHOWN, screen.width),
+        console=screen,
+        refresh_per_second=1,
+        transient=True,
+    )
     with live if screen.is_terminal else nullcontext():
-        for found in controller.run(trials.build, jobs, trials.check):
+        for found in controller.run(build_trial, jobs, check_trial):
             value = controller.objective.value(found.folder)
             number = "not measured" if value is None else f"{value:.4g}"
             text = found.error or f"{'kept' if found.kept else 'finished'}, {controller.objective.name} {number}"
@@ -61,12 +64,20 @@ def run(
     say(f"results: {controller.folder / 'sweep.csv'}")
     varied = list(dict.fromkeys(key for trial in controller.trials for key in trial.settings if key != "trainer.seed"))
     if len(varied) == 2:
-        pivot = ["fl-lightning", "compare", str(controller.folder), "--pivot", ",".join(short_names(varied))]
-        print(command(*pivot, before="its pivot: "))
+        print(
+            command(
+                "fl-lightning",
+                "compare",
+                str(controller.folder),
+                "--pivot",
+                ",".join(short_names(varied)),
+                before="its pivot: ",
+            )
+        )
     ended = list(controller.outcomes.values())
-    trials.complain(ended)
+    complain(ended)
     for o in ended[:1] if best is None else ():
-        measured = ", ".join(trials.last_metrics(o.folder)) or "nothing"
+        measured = ", ".join(last_metrics(o.folder)) or "nothing"
         raise UserError(f"metric.name = {controller.objective.name}: no run has measured it; choose from {measured}")
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields
+from functools import reduce
 from pathlib import Path
 from typing import TypeAlias
 from zlib import crc32
@@ -46,10 +47,7 @@ CONTEXT = tuple(field.name for field in fields(ClientContext) if field.name not 
 
 def checksum(*tensors: Tensor) -> int:
     """Returns the CRC-32 of the tensors' bytes."""
-    found = 0
-    for tensor in tensors:
-        found = crc32(tensor.detach().cpu().numpy().tobytes(), found)
-    return found
+    return reduce(lambda found, tensor: crc32(tensor.detach().cpu().numpy().tobytes(), found), tensors, 0)
 
 
 # The version of a client's state is the CRC-32 of its content as 8 hexadecimal digits; "" before first contact
@@ -104,9 +102,10 @@ class Node:
             UserError: If node and server differ, or a state is missing. The transport adds the node's number.
         """
         about, run = message.values["round"], self.run
-        same = about["w0"] == self._w0 and about["frozen"] == run.frozen
         ensure(
-            same and message.tensors["down"].keys() == {*run.objective.wire[0]},
+            about["w0"] == self._w0
+            and about["frozen"] == run.frozen
+            and message.tensors["down"].keys() == {*run.objective.wire[0]},
             "makes another model than the server; give both the same config, init_weights and versions of torch",
         )
         received = State({name: value.to(run.server.w) for name, value in message.tensors["down"].items()})
@@ -139,8 +138,11 @@ class Node:
         (result,) = self.engine.train([job])
         keep = {str(values["version"]), *str(values["keep"]).split()}
         version = _stored(client, result.state, keep, kept) if result.state else ""
-        upload = {name: value.cpu() for name, value in result.upload.items()}
-        return upload, {"loss": float(result.loss), "finite": bool(result.finite), "version": version}
+        return {name: value.cpu() for name, value in result.upload.items()}, {
+            "loss": float(result.loss),
+            "finite": bool(result.finite),
+            "version": version,
+        }
 
     def _row(self, client: int, version: str, kept: Kept) -> State:
         key = f"{client}.{version}"

@@ -11,10 +11,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.feddyn import FedDyn
+from fl_lightning import FedDyn, FlexLoRA, LocalObjective
 from fl_lightning.algorithms.hooks import Hooks
-from fl_lightning.algorithms.parts.flexlora import FlexLoRA
 from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, grouped, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, Job, LocalResult, engine_class
@@ -94,16 +92,18 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
         not any(isinstance(part, FlexLoRA) for part in model.parts),
         "model.parts: FlexLoRA: Flower sends its products instead of the factors; train it without Flower",
     )
-    problem = "with Flower no client keeps a model of its own yet; train without Flower, or leave the part out"
-    ensure(not model.personal, f"model.parts = {', '.join(type(part).__name__ for part in model.parts)}: {problem}")
+    ensure(
+        not model.personal,
+        f"model.parts = {', '.join(type(part).__name__ for part in model.parts)}: with Flower no client keeps a model "
+        "of its own yet; train without Flower, or leave the part out",
+    )
     ensure(not datamodule.stream, "data.stream = true: samples are read on the nodes; set it to false")
     ensure(trainer.clock is None, "trainer.clock: nodes train in the time that they need; set it to null")
     for callback in trainer.callbacks:
-        name = type(callback).__name__
         ensure(
             type(callback).on_local_end is Callback.on_local_end,
-            f"trainer.callbacks: {name} needs local models, which stay on the nodes; leave it out (for flatness, "
-            "measure the checkpoints)",
+            f"trainer.callbacks: {type(callback).__name__} needs local models, which stay on the nodes; leave it out "
+            "(for flatness, measure the checkpoints)",
         )
 
 
@@ -217,8 +217,7 @@ class RemoteEngine(Engine):
         here = {node: reply for node, reply in replies.items() if isinstance(reply, Message)}
         failed = {node: reply for node, reply in replies.items() if isinstance(reply, UserError)}
         self._check(jobs, sum(len(by_node[node]) for node in here), failed)
-        nodes = ((job, job.client % self.run.nodes) for job in jobs)
-        yield from (self._result(job, here[node]) for job, node in nodes if node in here)
+        yield from (self._result(job, here[node]) for job in jobs if (node := job.client % self.run.nodes) in here)
 
     def _check(self, jobs: Sequence[Job], replies: int, failed: Mapping[int, UserError]) -> None:
         """Checks that enough clients have replied, and prints which nodes are lost, or are there again, since then.
@@ -247,8 +246,14 @@ class RemoteEngine(Engine):
             "frozen": run.frozen,
             "nodes": run.nodes,
         }
-        contexts = [(job, {name: getattr(job.ctx, name) for name in CONTEXT}) for job in jobs]
-        clients = {f"client.{j.client}": {**of, "seed": j.seed, **run.clients.versions(j)} for j, of in contexts}
+        clients = {
+            f"client.{job.client}": {
+                **{name: getattr(job.ctx, name) for name in CONTEXT},
+                "seed": job.seed,
+                **run.clients.versions(job),
+            }
+            for job in jobs
+        }
         return Message({"down": received}, {"round": about, **clients})
 
     def _result(self, job: Job, reply: Message) -> LocalResult:

@@ -1,4 +1,4 @@
-"""Per-client performance: the evaluation of each client, its statistics over clients, and its figure."""
+"""Per-client performance: the evaluation of each client, its statistics over clients, and its figures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_lightning.core import (
+    COLORS,
     COLUMN,
     PAGE,
-    Axes,
     Figure,
     ensure,
     line_style,
@@ -19,6 +19,7 @@ from fl_lightning.core import (
     place_legend,
     scale_axis,
 )
+from fl_lightning.results.curves import panel_grid
 from fl_lightning.results.metrics import OWN, Mode, label, mode_of, read_directions, read_numbers
 
 FILE = "client_evaluation.csv"
@@ -135,8 +136,13 @@ def read_clients(folder: Path) -> ClientTable | None:
         if row["round"] == last:
             clients.setdefault(row["client"], {}).update(row)
     columns = {name: np.array([clients[k].get(name, np.nan) for k in sorted(clients)]) for name in ("samples", *names)}
-    mode = mode_of(f"{GLOBAL}/{names[0]}", None, read_directions(folder))
-    return ClientTable(int(last), names[0], mode, columns.pop("samples"), columns)
+    return ClientTable(
+        int(last),
+        names[0],
+        mode_of(f"{GLOBAL}/{names[0]}", None, read_directions(folder)),
+        columns.pop("samples"),
+        columns,
+    )
 
 
 def with_values(tables: Sequence[ClientTable], column: str) -> list[ClientTable]:
@@ -162,22 +168,46 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") 
         ordered.axvspan(0, 10, color="0.9", zorder=0)
         drawn = [(i, name, tables) for i, (name, tables) in enumerate(groups.items()) if tables]
         for i, name, tables in drawn:
-            look = {**line_style(i), "gid": f"run-{i}", "drawstyle": "steps-post"}
-            ordered.plot(100 * SHARES, sorted_curve(tables, column), label=name, **look)
+            ordered.plot(
+                100 * SHARES,
+                sorted_curve(tables, column),
+                label=name,
+                gid=f"run-{i}",
+                drawstyle="steps-post",
+                **line_style(i),
+            )
         ordered.set_xlim(0, 100)
         if sizes:
-            _draw_sizes(
-                figure.add_subplot(1, 2, 2, xlabel="training samples of a client", sharey=ordered), drawn, column
-            )
+            axes = figure.add_subplot(1, 2, 2, xlabel="training samples of a client", sharey=ordered)
+            for i, _, tables in drawn:
+                samples, values = together(tables, column)
+                look = {**line_style(i), "gid": f"run-{i}"}
+                cloud = {"linestyle": "none", "marker": ".", "markersize": 4, "alpha": 0.4, "markeredgewidth": 0}
+                axes.plot(samples, values, rasterized=len(samples) > 500, **{**look, **cloud})
+                axes.plot(*by_samples(tables, column), **{**look, **marked_style(i)})
+            scale_axis(axes.xaxis, np.concatenate([together(tables, column)[0] for _, _, tables in drawn]))
         place_legend(figure)
     return figure
 
 
-def _draw_sizes(axes: Axes, drawn: Sequence[tuple[int, str, Sequence[ClientTable]]], column: str) -> None:
-    for i, _, tables in drawn:
-        samples, values = together(tables, column)
-        look = {**line_style(i), "gid": f"run-{i}"}
-        cloud = {"linestyle": "none", "marker": ".", "markersize": 4, "alpha": 0.4, "markeredgewidth": 0}
-        axes.plot(samples, values, rasterized=len(samples) > 500, **{**look, **cloud})
-        axes.plot(*by_samples(tables, column), **{**look, **marked_style(i)})
-    scale_axis(axes.xaxis, np.concatenate([together(tables, column)[0] for _, _, tables in drawn]))
+def plot_by_client(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]], name: str) -> Figure:
+    """Draws a number of each client by round, a faint point each, and the mean over the clients of a round as a line.
+
+    Args:
+        panels: The rounds and values of each client, by the panel's title.
+        name: What the numbers are.
+    """
+    rows, columns, width = panel_grid(len(panels))
+    with new_figure(width, 2.1 * rows + 0.3, grid="both") as figure:
+        first = None
+        for place, (title, clients) in enumerate(panels.items()):
+            axes = first = figure.add_subplot(rows, columns, place + 1, title=title, sharey=first)
+            x, y = np.array([point for points in clients.values() for point in points]).T
+            rounds = np.unique(x)
+            axes.plot(x, y, ".", color=COLORS[4], markersize=3, markeredgewidth=0, alpha=0.5, label="a client")
+            axes.plot(rounds, [y[x == at].mean() for at in rounds], color=COLORS[0], label="mean of the clients")
+            axes.set(ylabel="" if place % columns else name, xlabel="round" if place + columns >= len(panels) else "")
+            axes.locator_params(axis="x", integer=True)
+        scale_axis(axes.yaxis, [y for clients in panels.values() for points in clients.values() for _, y in points])
+        place_legend(figure)
+    return figure

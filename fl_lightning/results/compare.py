@@ -50,8 +50,14 @@ class Group:
     @property
     def title(self) -> str:
         """The settings that tell it from the others in a line, as in ``FedSAM, rho 0.1``; its name where none does."""
-        parts = [(key, value) for key, value in self.settings.items() if value != MISSING and not self.named]
-        return ", ".join(f"{key} {value}" if NUMBER.fullmatch(value) else value for key, value in parts) or self.name
+        return (
+            ", ".join(
+                f"{key} {value}" if NUMBER.fullmatch(value) else value
+                for key, value in self.settings.items()
+                if value != MISSING and not self.named
+            )
+            or self.name
+        )
 
     @property
     def metrics(self) -> list[Path]:
@@ -73,9 +79,8 @@ class Group:
     @staticmethod
     def value(run: Summary, name: str) -> float | None:
         """Returns a statistic of a run by its name as in `values`; None if the run has not measured it."""
-        if name.startswith("flatness/"):
-            return run.flatness.get(name.removeprefix("flatness/"))
-        return run.clients.get(name, getattr(run, name, None))
+        of_flatness = run.flatness.get(name.removeprefix("flatness/"))
+        return of_flatness if name.startswith("flatness/") else run.clients.get(name, getattr(run, name, None))
 
     def _found(self, name: str) -> list[float]:
         return [value for run in self.runs if (value := self.value(run, name)) is not None]
@@ -168,8 +173,10 @@ def compare(
 def _renamed(groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
     """Returns groups as a reader names them; of their settings the numbers stay, in one column."""
     titles = folded("; ".join(group.title for group in groups), 300)
-    good = len({*names} - {""}) == len(names) == len(groups)
-    ensure(good, f"names = {','.join(names)}: give {len(groups)} different names, for these rows in order: {titles}")
+    ensure(
+        len({*names} - {""}) == len(names) == len(groups),
+        f"names = {','.join(names)}: give {len(groups)} different names, for these rows in order: {titles}",
+    )
     tuned = [
         ", ".join(f"{key} {value}" for key, value in group.settings.items() if NUMBER.fullmatch(value))
         for group in groups
@@ -198,8 +205,10 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for given in folders:
         paths = located(given)
-        there = all(path.is_dir() for path in paths)
-        ensure(there, f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
+        ensure(
+            all(path.is_dir() for path in paths),
+            f"runs = {given}: no such folder; give the folders of runs, or a folder above them",
+        )
         below = sorted((run for path in paths for run in _below(path)), key=_by_number)
         ensure(bool(below), f"runs = {given}: no run there, that is no {FILE} with a round; give another folder")
         found |= dict.fromkeys(below)
@@ -233,8 +242,9 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
         return run_key(folder), seeds
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
-        problem = f"not a run's config ({what:.120}); restore the file, or leave its run out"
-        raise UserError(f"{folder / 'config.yaml'}: {problem}") from None
+        raise UserError(
+            f"{folder / 'config.yaml'}: not a run's config ({what:.120}); restore the file, or leave its run out"
+        ) from None
 
 
 def shown(texts: Iterable[str | None]) -> dict[str | None, str]:
@@ -370,5 +380,8 @@ def interval(apart: Sequence[float]) -> Difference:
 
 
 def _by_seed(group: Group, name: str) -> Mapping[object, float]:
-    found = ((seed, group.value(run, name)) for seed, run in zip(group.seeds, group.runs, strict=True))
-    return {seed: value for seed, value in found if value is not None and math.isfinite(value)}
+    return {
+        seed: value
+        for seed, run in zip(group.seeds, group.runs, strict=True)
+        if (value := group.value(run, name)) is not None and math.isfinite(value)
+    }

@@ -43,8 +43,13 @@ def config_files(folder: Path) -> dict[int, Path]:
     Args:
         folder: The run folder.
     """
-    named = ((re.fullmatch(r"config(?:_round_(\d+))?\.yaml", path.name), path) for path in folder.glob("config*.yaml"))
-    return dict(sorted((int(match[1] or 0), path) for match, path in named if match))
+    return dict(
+        sorted(
+            (int(match[1] or 0), path)
+            for path in folder.glob("config*.yaml")
+            if (match := re.fullmatch(r"config(?:_round_(\d+))?\.yaml", path.name))
+        )
+    )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -79,8 +84,10 @@ def _parsed(text: str) -> Any:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Returns every setting in which two configs differ, as ``key: old -> new``."""
     old, new = flatten(before), flatten(after)
-    keys = different([old, new])
-    return [f"{key}: {folded(old.get(key, 'not set'), 60)} -> {folded(new.get(key, 'not set'), 60)}" for key in keys]
+    return [
+        f"{key}: {folded(old.get(key, 'not set'), 60)} -> {folded(new.get(key, 'not set'), 60)}"
+        for key in different([old, new])
+    ]
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -95,9 +102,11 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """
     old, new = flatten(saved), flatten(here)
     keys = different([old, new])
-    kept = [key for key in keys if not any(key.startswith(f"{other}.") for other in keys) and not is_execution(key)]
     return [
-        f"{key} = {folded(old[key], 60)} (here: {folded(new[key], 60)})" for key in kept if key in old and key in new
+        f"{key} = {folded(old[key], 60)} (here: {folded(new[key], 60)})"
+        for key in keys
+        if key in old and key in new and not is_execution(key)
+        if not any(key.startswith(f"{other}.") for other in keys)
     ]
 
 
@@ -136,8 +145,7 @@ def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 def varying(configs: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns the keys of the settings in which configs differ, without seeds and execution."""
-    seeds = ("trainer.seed", "data.seed")
-    return [key for key in different(configs) if not (is_execution(key) or key in seeds)]
+    return [key for key in different(configs) if not (is_execution(key) or key in ("trainer.seed", "data.seed"))]
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:

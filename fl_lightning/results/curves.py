@@ -1,4 +1,4 @@
-"""Figures of compared runs: metrics by round, flatness against accuracy, bars, lines, clients and corruptions."""
+"""Figures of compared runs: metrics by round, flatness against accuracy, bars, lines and corruptions."""
 
 import csv
 import math
@@ -13,7 +13,6 @@ import numpy as np
 from fl_lightning.core import (
     COLORS,
     COLUMN,
-    DASHES,
     PAGE,
     Axes,
     Figure,
@@ -73,8 +72,10 @@ def read(runs: Mapping[str, Runs]) -> dict[str, list[Columns]]:
     Args:
         runs: ``metrics.csv`` of a run, or of several with different seeds, by label.
     """
-    lists = {label: [paths] if isinstance(paths, Path) else paths for label, paths in runs.items()}
-    return {label: [read_metrics(path) for path in paths] for label, paths in lists.items()}
+    return {
+        label: [read_metrics(path) for path in ([paths] if isinstance(paths, Path) else paths)]
+        for label, paths in runs.items()
+    }
 
 
 def curve(runs: Sequence[Columns], name: str) -> Band | None:
@@ -95,8 +96,9 @@ def curve(runs: Sequence[Columns], name: str) -> Band | None:
         return None
     means = [_means([(at, run[at]) for at in common]) for run in having]
     by_round = [[value for _, value in points] for points in zip(*means, strict=True)]
-    spread = [deviation(values) or 0.0 for values in by_round]
-    return Band([at for at, _ in means[0]], [*map(average, by_round)], spread)
+    return Band(
+        [at for at, _ in means[0]], [*map(average, by_round)], [deviation(values) or 0.0 for values in by_round]
+    )
 
 
 def _means(values: Pairs) -> list[tuple[float, float]]:
@@ -118,16 +120,18 @@ def curve_files(runs: Mapping[str, Runs]) -> dict[str, str | bytes]:
     If all runs have a clock of the devices, there are ``curves_hours.png`` and ``.pdf``, too.
     """
     groups = read(runs)
-    bands = [(text, name, curve(group, name), group) for text, group in groups.items() for name in drawn(groups)]
     rows = (
         (text, name, *point, sum(name in run for run in group))
-        for text, name, found, group in bands
-        if found is not None
+        for text, group in groups.items()
+        for name in drawn(groups)
+        if (found := curve(group, name)) is not None
         for point in zip(*found, strict=True)
     )
-    head = ["run", "metric", "round", "mean", "sd", "seeds"]
-    hours = figure_files(draw_curves(groups, hours=True), "curves_hours") if all_timed(groups) else {}
-    return {"curves.csv": table_text(head, rows), **figure_files(draw_curves(groups), "curves"), **hours}
+    return {
+        "curves.csv": table_text(["run", "metric", "round", "mean", "sd", "seeds"], rows),
+        **figure_files(draw_curves(groups), "curves"),
+        **(figure_files(draw_curves(groups, hours=True), "curves_hours") if all_timed(groups) else {}),
+    }
 
 
 def plot_curves(runs: Mapping[str, Runs], names: Sequence[str] | None = None) -> Figure:
@@ -170,19 +174,18 @@ def draw_curves(
     """
     across = "device hours" if hours else "round"
     names = [name for name in drawn(groups) if name in MAIN] if names is None else names
-    rows, columns, width = _grid(len(names))
+    rows, columns, width = panel_grid(len(names))
     with new_figure(width, 1.9 * rows + 0.4, grid="both") as figure:
         for i, name in enumerate(names):
-            bottom = i + columns >= len(names)
-            axes = figure.add_subplot(rows, columns, i + 1, xlabel=across if bottom else "", ylabel=label(name))
-            _panel(axes, name, groups, hours)
+            xlabel = across if i + columns >= len(names) else ""
+            _panel(figure.add_subplot(rows, columns, i + 1, xlabel=xlabel, ylabel=label(name)), name, groups, hours)
         for i, (text, value) in enumerate((levels or {}).items()):
             figure.axes[0].axhline(value, label=text, color=str(0.3 * i), linestyle=(0, (4, 2 + i)), linewidth=0.8)
         place_legend(figure)
     return figure
 
 
-def _grid(panels: int) -> tuple[int, int, float]:
+def panel_grid(panels: int) -> tuple[int, int, float]:
     """Returns rows and columns of panels, and the width of their figure: up to two panels stand side by side."""
     columns = 2 if panels > 1 else 1
     return max(-(-panels // columns), 1), columns, PAGE if columns > 1 else COLUMN
@@ -295,8 +298,16 @@ def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -
         axes = figure.add_subplot(ylabel=name)
         for i, (text, bars) in enumerate(numbers.items()):
             heights, errors = [average(v) for v in bars.values()], [deviation(v) or 0.0 for v in bars.values()]
-            look = {"yerr": errors, "label": text, "error_kw": {"linewidth": 0.6}}
-            _bars(axes, i, len(numbers), map(groups.index, bars), heights, **look)
+            _bars(
+                axes,
+                i,
+                len(numbers),
+                map(groups.index, bars),
+                heights,
+                yerr=errors,
+                label=text,
+                error_kw={"linewidth": 0.6},
+            )
         turned = len(groups) > 4
         axes.set_xticks(range(len(groups)), groups, rotation=45 * turned, ha="right" if turned else "center")
         scale_axis(axes.yaxis, [average(v) for bars in numbers.values() for v in bars.values()])
@@ -312,7 +323,7 @@ def plot_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, Sequence[
             the x-axis and by label.
         name: What the numbers are.
     """
-    rows, columns, width = _grid(len(panels))
+    rows, columns, width = panel_grid(len(panels))
     with new_figure(width, 1.9 * rows + 0.4, grid="both") as figure:
         for place, (across, lines) in enumerate(panels.items()):
             axes = figure.add_subplot(rows, columns, place + 1, xlabel=wrapped(across, 2.6))
@@ -320,36 +331,13 @@ def plot_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, Sequence[
             for i, (text, points) in enumerate(lines.items()):
                 x, y = [at for at, _ in points], [average(values) for _, values in points]
                 spread = [deviation(values) or 0.0 for _, values in points]
-                look = {"elinewidth": 0.6, "capsize": 2, **marked_style(i)}
-                axes.errorbar(x, y, spread if any(spread) else None, label=text, **look)
+                axes.errorbar(
+                    x, y, spread if any(spread) else None, label=text, elinewidth=0.6, capsize=2, **marked_style(i)
+                )
             scale_axis(axes.xaxis, [at for points in lines.values() for at, _ in points])
             tried, *others = (tuple(at for at, _ in points) for points in lines.values())
             if all(other == tried for other in others):
                 axes.set_xticks(tried, [f"{at:g}" for at in tried])
-        place_legend(figure)
-    return figure
-
-
-def plot_by_client(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]], name: str) -> Figure:
-    """Draws a number of each client by round, a faint point each, and the mean over the clients of a round as a line.
-
-    Args:
-        panels: The rounds and values of each client, by the panel's title.
-        name: What the numbers are.
-    """
-    rows, columns, width = _grid(len(panels))
-    with new_figure(width, 2.1 * rows + 0.3, grid="both") as figure:
-        first = None
-        for place, (title, clients) in enumerate(panels.items()):
-            axes = first = figure.add_subplot(rows, columns, place + 1, title=title, sharey=first)
-            x, y = np.array([point for points in clients.values() for point in points]).T
-            rounds = np.unique(x)
-            axes.plot(x, y, ".", color=COLORS[4], markersize=3, markeredgewidth=0, alpha=0.5, label="a client")
-            axes.plot(rounds, [y[x == at].mean() for at in rounds], color=COLORS[0], label="mean of the clients")
-            axes.set(ylabel="" if place % columns else name, xlabel="round" if place + columns >= len(panels) else "")
-            axes.locator_params(axis="x", integer=True)
-        values = [value for clients in panels.values() for points in clients.values() for _, value in points]
-        scale_axis(axes.yaxis, values)
         place_legend(figure)
     return figure
 
@@ -373,8 +361,10 @@ class Accuracy(NamedTuple):
 
 def read_corruptions(path: Path) -> list[Accuracy]:
     """Returns the table that ``fl-lightning corruptions`` writes."""
-    with path.open(newline="") as file:
-        return [Accuracy(row["corruption"], int(row["severity"]), float(row["acc"])) for row in csv.DictReader(file)]
+    return [
+        Accuracy(row["corruption"], int(row["severity"]), float(row["acc"]))
+        for row in csv.DictReader(path.read_text().splitlines())
+    ]
 
 
 def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
@@ -395,9 +385,8 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
                 shown = grouped((row.corruption, row.acc) for row in rows if row.severity >= least)
                 heights = [100 * average(shown.get(name, [])) for name in names]
                 _bars(axes, i, len(tables), range(len(names)), heights, label=text)
-                color, dashes = COLORS[i % len(COLORS)], DASHES[i % len(DASHES)]
                 for clean in (row.acc for row in rows if row.corruption == CLEAN):
-                    axes.axhline(100 * clean, color=color, linestyle=dashes, linewidth=0.8, zorder=0)
+                    axes.axhline(100 * clean, **{**line_style(i), "linewidth": 0.8, "zorder": 0})
             labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
             axes.set_xticks(range(len(names)), labels, rotation=45, ha="right", rotation_mode="anchor")
         place_legend(figure, least=1)

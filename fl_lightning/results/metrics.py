@@ -319,8 +319,11 @@ def deviation(values: Sequence[float]) -> float | None:
 def best_of(pairs: Pairs, mode: Mode) -> tuple[float, float]:
     """Returns the first round with the best finite value, and this value; NaN if no value is finite."""
     sign = 1 if mode == "max" else -1
-    finite = [(at, value) for at, value in pairs if math.isfinite(value)]
-    return max(finite, key=lambda pair: (sign * pair[1], -pair[0]), default=(pairs[0][0], math.nan))
+    return max(
+        ((at, value) for at, value in pairs if math.isfinite(value)),
+        key=lambda pair: (sign * pair[1], -pair[0]),
+        default=(pairs[0][0], math.nan),
+    )
 
 
 def write_table(path: Path, head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:
@@ -336,14 +339,13 @@ def table_text(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """Returns a table as CSV; text that a spreadsheet would take for a formula gets a quote before it."""
     text = StringIO()
     csv.writer(text).writerows(
-        [_plain(cell) if isinstance(cell, str) and cell[:1] in FORMULA else cell for cell in row]
+        [
+            f"'{cell}" if isinstance(cell, str) and cell[:1] in FORMULA and not NUMBER.fullmatch(cell) else cell
+            for cell in row
+        ]
         for row in (head, *rows)
     )
     return text.getvalue()
-
-
-def _plain(cell: str) -> str:
-    return cell if NUMBER.fullmatch(cell) else f"'{cell}"
 
 
 def markdown(lines: Iterable[Iterable[str]]) -> str:
@@ -357,23 +359,12 @@ MEASUREMENTS = "flatness.jsonl"
 PROTOCOL = "loss without weight decay, eval mode, no augmentation, in the precision of the weights"
 Number = Real | None
 """None: not finite, or undefined."""
-
-
 MEASUREMENT: dict[str, Any] = {
-    "name": str,
-    "value": Number,
-    "error": Number,
-    "residual": Number,
-    "model": str,
-    "data": str,
+    **dict.fromkeys(("name", "model", "data"), str),
+    **dict.fromkeys(("value", "error", "residual"), Number),
     "samples": int,
     "settings": dict[str, Any],
-    "details": {
-        "eigenvalues?": list[Number],
-        "grid?": list[Number],
-        "density?": list[Number],
-        "clients?": dict[str, Number],
-    },
+    "details": {**dict.fromkeys(("eigenvalues?", "grid?", "density?"), list[Number]), "clients?": dict[str, Number]},
 }
 """The form of a measurement of flatness, see `fits`."""
 

@@ -243,7 +243,10 @@ def _all() -> tuple[Cell, ...]:
 
 
 def _cell(row: dict[str, str]) -> Cell:
-    value, std = (float(row[name]) if row[name] else None for name in ("value", "std"))
-    printed = " ± ".join(filter(None, (row["value"], row["std"])))
-    key: dict[str, Any] = {name: row[name] for name in COLUMNS}
-    return Cell(**key, value=value, std=std, note=row["note"], printed=printed)
+    texts: dict[str, Any] = {name: row[name] for name in (*COLUMNS, "note")}
+    return Cell(
+        **texts,
+        value=float(row["value"]) if row["value"] else None,
+        std=float(row["std"]) if row["std"] else None,
+        printed=" ± ".join(filter(None, (row["value"], row["std"]))),
+    )

@@ -83,11 +83,13 @@ def recipe(cell: Cell) -> Recipe:
     cohort, _, clients = cell.participation.partition("/")
     flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
     flags += [f"--trainer.local_epochs={cell.epochs}"] if cell.epochs else []
-    value = [f"--model.{cell.algorithm.rpartition(' ')[2]}"] if "=" in cell.algorithm else []
     return Recipe(
         command="centralized" if cell.heterogeneity == "centralized" else "fit",
         config=f"experiment/{cell.paper}/{file}",
-        row=(*(word for row in _parts(cell, file) for word in shlex.split(row.settings)), *value),
+        row=(
+            *(word for row in _parts(cell, file) for word in shlex.split(row.settings)),
+            *([f"--model.{cell.algorithm.rpartition(' ')[2]}"] if "=" in cell.algorithm else []),
+        ),
         column=(*flags, *settings),
     )
 
@@ -192,12 +194,11 @@ class PaperFigure:
     @property
     def says(self) -> list[str]:
         """Lines that stand in the output and above the picture: whether it is the paper's, and what is assumed."""
-        found = f"{self.paper}, Figure {self.number}: {self.shows} ({self.draws})"
-        state = (
-            f"a part of the paper's figure; missing: {self.missing}" if self.missing else "as the paper describes it"
-        )
-        taken = [f"open in the text that we had, and assumed: {self.taken}"] if self.taken else []
-        return [found, state, *taken]
+        return [
+            f"{self.paper}, Figure {self.number}: {self.shows} ({self.draws})",
+            f"a part of the paper's figure; missing: {self.missing}" if self.missing else "as the paper describes it",
+            *([f"open in the text that we had, and assumed: {self.taken}"] if self.taken else []),
+        ]
 
     @property
     def folder(self) -> str:
@@ -238,8 +239,9 @@ def _figures() -> dict[str, list[PaperFigure]]:
 
 
 def _figure(paper: str, number: str, runs: Sequence[dict[str, Any]] = (), **entry: Any) -> PaperFigure:
-    selected = tuple(Selection(**{**each, "table": str(each["table"])}) for each in runs)
-    return PaperFigure(paper, number, runs=selected, **entry)
+    return PaperFigure(
+        paper, number, runs=tuple(Selection(**{**each, "table": str(each["table"])}) for each in runs), **entry
+    )
 
 
 def _content(file: str) -> Any:

@@ -152,8 +152,12 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
     The label is the run, the matrix unless it is the Hessian of all weights, and data and place if they are not the
     same in all measurements. What is not finite is left out.
     """
-    values = [(run, measured, measured["details"].get(key)) for run in runs for measured in run.measurements]
-    found = [(run, measured) for run, measured, given in values if given and None not in given]
+    found = [
+        (run, measured)
+        for run in runs
+        for measured in run.measurements
+        if (given := measured["details"].get(key)) and None not in given
+    ]
     differing = [name for name in ("data", "where") if len({measured[name] for _, measured in found}) > 1]
     for run, measured in found:
         matrix = [measured["settings"].get(name) for name in ("operator", "parameters")]
@@ -179,7 +183,11 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
                 {**measured, "where": f"during the run, after round {measured['round']}"}
                 for measured in last_measurements(folder).values()
             ),
-            *_measured(folder),
+            *(
+                {**measurement, "where": f"{path.relative_to(folder)}, after round {found['round']}"}
+                for path, found in ((path, read_json(path, MEASURED)) for path in _below(folder, "json", "flatness"))
+                for measurement in found["measurements"]
+            ),
         ],
         pictures=_below(folder, "png", "landscape", "interpolate"),
         cells=read_json(folder / "reproduction.json", [REPRODUCED], []),
@@ -204,15 +212,6 @@ def _partition(path: Path) -> Json:
     named = len(found.get("names", range(found.get("classes", 0)))) == found.get("classes", 0)
     ensure(found == {} or (found["counts"] and named), f"{path}: not what a run writes there; restore or remove it")
     return found
-
-
-def _measured(folder: Path) -> list[Json]:
-    files = [(path.relative_to(folder), read_json(path, MEASURED)) for path in _below(folder, "json", "flatness")]
-    return [
-        {**measurement, "where": f"{path}, after round {found['round']}"}
-        for path, found in files
-        for measurement in found["measurements"]
-    ]
 
 
 def _below(folder: Path, suffix: str, *names: str) -> list[Path]:
@@ -242,17 +241,23 @@ def papers(runs: Runs) -> list[tuple[str, Line]]:
     for group, files in runs:
         for found in {json.dumps(found, sort_keys=True): found for run in files for found in run.cells}.values():
             (paper, *_) = find(**{key: found[key] for key in COLUMNS if key in found})
-            how = float(found.get("fraction", 1)), (), found.get("settings", "")
-            rows.append((group.name, beside(paper, group.folders, *how)))
+            rows.append(
+                (
+                    group.name,
+                    beside(paper, group.folders, float(found.get("fraction", 1)), settings=found.get("settings", "")),
+                )
+            )
     return rows
 
 
 def differences(runs: Runs) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Returns the names of the groups, and a row for each setting in which their configs differ."""
     configured = [(group.name, files[0].settings) for group, files in runs if files[0].settings]
-    keys = [key for key in different([settings for _, settings in configured]) if not is_execution(key)]
-    rows = [(key, [settings.get(key, "–") for _, settings in configured]) for key in keys]
-    return [name for name, _ in configured], rows
+    return [name for name, _ in configured], [
+        (key, [settings.get(key, "–") for _, settings in configured])
+        for key in different([settings for _, settings in configured])
+        if not is_execution(key)
+    ]
 
 
 def measurements(runs: Runs) -> list[Json]:
@@ -306,6 +311,8 @@ def report_page(
         figures: The figures by section and title; those of landscapes are taken from the run folders.
         importances: Of the settings of a sweep, and what they are; None: without that table.
     """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     groups, files = [group for group, _ in runs], [run for _, own in runs for run in own]
     pictures: dict[str, Figure | Path] = {
         f"{run.label} · {path.relative_to(run.folder)}": path for run in files for path in run.pictures
@@ -315,32 +322,42 @@ def report_page(
         section: {title: _element(figure, title, next(number)) for title, figure in drawn.items()}
         for section, drawn in {**figures, "landscapes": pictures}.items()
     }
-    context = {
-        "title": _title(runs),
-        "version": __version__,
-        "date": f"{datetime.now():%d %B %Y, %H:%M}",
-        "groups": groups,
-        "runs": runs,
-        "first": groups[0].runs[0],
-        "windows": sorted({run.last for group in groups for run in group.runs}),
-        "rounds": sorted({run.rounds for group in groups for run in group.runs}),
-        "names": names(groups),
-        "label": label,
-        "comparison": comparison(groups, shown),
-        "papers": found,
-        "importances": importances,
-        "importance_head": HEAD,
-        "differences": differences(runs),
-        "measurements": measurements(runs),
-        "protocol": protocol,
-        "environments": environments(files),
-        "changes": {key: text for run in files for key, text in run.provenance["changes"].items()},
-        "evaluations": sorted({run.evaluations for group in groups for run in group.runs}),
-        "contents": [(id, name) for id, name in CONTENTS.items() if sections.get(id, found if id == "papers" else 1)],
-        "colors": [COLORS[i % len(COLORS)] for i in range(len(groups))],
-        "sections": sections,
-    }
-    return str(_template().render(context))
+    environment = Environment(
+        loader=PackageLoader(__package__, ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        {
+            "title": _title(runs),
+            "version": __version__,
+            "date": f"{datetime.now():%d %B %Y, %H:%M}",
+            "groups": groups,
+            "runs": runs,
+            "first": groups[0].runs[0],
+            "windows": sorted({run.last for group in groups for run in group.runs}),
+            "rounds": sorted({run.rounds for group in groups for run in group.runs}),
+            "names": names(groups),
+            "label": label,
+            "comparison": comparison(groups, shown),
+            "papers": found,
+            "importances": importances,
+            "importance_head": HEAD,
+            "differences": differences(runs),
+            "measurements": measurements(runs),
+            "protocol": protocol,
+            "environments": environments(files),
+            "changes": {key: text for run in files for key, text in run.provenance["changes"].items()},
+            "evaluations": sorted({run.evaluations for group in groups for run in group.runs}),
+            "contents": [
+                (id, name) for id, name in CONTENTS.items() if sections.get(id, found if id == "papers" else 1)
+            ],
+            "colors": [COLORS[i % len(COLORS)] for i in range(len(groups))],
+            "sections": sections,
+        }
+    )
 
 
 def _element(figure: Figure | Path, title: str, number: int) -> Markup:
@@ -360,9 +377,8 @@ def _element(figure: Figure | Path, title: str, number: int) -> Markup:
     drawing = re.sub(r'\bid="(run-\d+)"', r'class="\1"', drawing)  # the lines of a run, which its button hides
     drawing = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>f{number}-", drawing)
     width, height = 72 * figure.get_size_inches()
-    most = f"max-width: {ZOOM * width / 72:.3g}in"
-    head = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width:g} {height:g}" style="{most}">'
-    return Markup(head + drawing)
+    head = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width:g} {height:g}"'
+    return Markup(f'{head} style="max-width: {ZOOM * width / 72:.3g}in">{drawing}')
 
 
 def _title(runs: Runs) -> str:
@@ -372,12 +388,3 @@ def _title(runs: Runs) -> str:
     names = models or [group.name for group, _ in runs]
     listed = ", ".join(names) if len(names) <= 5 else f"{len(names)} algorithms"
     return f"{listed} on {', '.join(data)}" if data else listed
-
-
-def _template() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader(__package__, "")
-    return Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).get_template("report.html.j2")

@@ -80,8 +80,10 @@ class Store:
         texts = path.read_bytes().splitlines() if path.is_file() else []
         self.lines: list[Line] = [parse_json(text, path, LINE) for text in texts]
         twice = [row for row, n in Counter(line["row"] for line in self.lines).items() if n > 1]
-        remedy = "restore it, and join stores by fl-lightning study add"
-        ensure(not twice, f"{path}: several rows {', '.join(twice)}; {remedy}")
+        ensure(
+            not twice,
+            f"{path}: several rows {', '.join(twice)}; restore it, and join stores by fl-lightning study add",
+        )
 
     @classmethod
     @contextmanager
@@ -102,8 +104,7 @@ class Store:
 
     def matching(self, name: str) -> list[Line]:
         """Returns the lines of a row, of the rows below a name, or of a shell's pattern of both; of all for ``.``."""
-        pattern = "*" if name == "." else f"{name}/*"
-        return [line for line in self.lines if fnmatchcase(f"{line['row']}/", pattern)]
+        return [line for line in self.lines if fnmatchcase(f"{line['row']}/", "*" if name == "." else f"{name}/*")]
 
     def files(self, line: Line) -> dict[str, str]:
         """Returns the texts of a row's files, by name.

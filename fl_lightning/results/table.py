@@ -134,8 +134,9 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
         Column("final", "final", "final", mode),
     ]
     shown = [replace(column, fraction=fraction) for column in shown]
-    registered = [entry.name.format(leaf) for entry in METRICS if entry.key]
-    for entry in (known(name + end) for name in registered for end in ("", "_all")):  # lambda_max_all: of all clients
+    for entry in (  # lambda_max_all: of all clients
+        known(each.name.format(leaf) + end) for each in METRICS if each.key for end in ("", "_all")
+    ):
         if is_of_clients(entry.name):
             best = None if entry.name.endswith("_gap") else mode_of(entry.name, None, directions)  # no sign is better
             shown.append(
@@ -167,8 +168,11 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             Column("target_passes", f"passes {to}", "target_passes", form=",.0f"),
             Column("target_device_hours", f"device hours {to}", "target_device_s", form=",.3g", scale=1 / 3600),
         ]
-        measured = ("target_passes", "device_s")
-        shown += [c for c, of in zip(optional, measured, strict=True) if any(group.measured(of) for group in groups)]
+        shown += [
+            c
+            for c, of in zip(optional, ("target_passes", "device_s"), strict=True)
+            if any(group.measured(of) for group in groups)
+        ]
         if reference is not None and (bits := reference.values("bits")):
             shown.append(Column("target_cost", "cost in B", "target_bits", form=",.2f", scale=1 / fmean(bits)))
     return [c for c in shown if c.to_target or any(group.measured(c.of) for group in groups)]

@@ -117,8 +117,16 @@ class Pivot:
                 if found is not None and np.isfinite(value):
                     light = np.dot(shades(image.norm(value))[:3], LUMINANCE) > 0.5
                     weight = "bold" if is_best(found, self.column, groups) else "normal"
-                    look = {"color": "black" if light else "white", "fontsize": 7, "weight": weight}
-                    axes.text(j, i, format(value, form), ha="center", va="center", **look)
+                    axes.text(
+                        j,
+                        i,
+                        format(value, form),
+                        ha="center",
+                        va="center",
+                        color="black" if light else "white",
+                        fontsize=7,
+                        weight=weight,
+                    )
             figure.colorbar(image, label=wrapped(label(self.metric), 0.2 * len(self.rows) + 0.8), pad=0.02)
         return figure
 
@@ -170,8 +178,12 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
 def _together(name: str, parts: Sequence[tuple[Group, int]]) -> Group:
     """Returns the runs of several groups as one, in which a seed counts once for each of their other settings."""
     seeds: list[Seeds] = [(*(seed or ()), kind) for group, kind in parts for seed in group.seeds]
-    folders = [folder for group, _ in parts for folder in group.folders]
-    return Group(name, folders, seeds, [run for group, _ in parts for run in group.runs])
+    return Group(
+        name,
+        [folder for group, _ in parts for folder in group.folders],
+        seeds,
+        [run for group, _ in parts for run in group.runs],
+    )
 
 
 def _order(value: str) -> tuple[float, str]:
@@ -240,8 +252,10 @@ class Tried:
         from sklearn.inspection import permutation_importance
 
         n = len(self.values)
-        enough = n >= LEAST and len(set(self.values)) > 1
-        ensure(enough, f"importance: {n} configs with a finite {self.metric}; it takes {LEAST}, not all alike")
+        ensure(
+            n >= LEAST and len(set(self.values)) > 1,
+            f"importance: {n} configs with a finite {self.metric}; it takes {LEAST}, not all alike",
+        )
         columns = [_codes(texts) for texts in self.settings.values()]
         x, y = np.array(columns).T, np.array(self.values)
         forest = RandomForestRegressor(TREES, oob_score=True, random_state=0).fit(x, y)
@@ -251,8 +265,7 @@ class Tried:
             for column, texts in zip(columns, self.settings.values(), strict=True)
         ]
         numbers = (self.settings, lost["importances_mean"].tolist(), lost["importances_std"].tolist(), signs)
-        unsorted = (Importance(*row) for row in zip(*numbers, strict=True))
-        return sorted(unsorted, key=lambda importance: -importance.lost), (
+        return sorted((Importance(*row) for row in zip(*numbers, strict=True)), key=lambda each: -each.lost), (
             f"{n} configs; R² that a random forest loses when a setting is shuffled; on configs that it has not seen, "
             f"its R² is {forest.oob_score_:.2f}"
         )

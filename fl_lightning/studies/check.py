@@ -123,12 +123,14 @@ def compare_run(row: Path, run: Path, shown: Path) -> Again:
     }
     apart = {name: _apart(pairs, dict(here.get(name, ()))) for name, pairs in before.items() if name[:5] != "time/"}
     start = starts(run)[-1]
-    last = (
-        (value, dict(here.get(name, ())).get(at, math.inf))
-        for name in tested(before)
-        for at, value in before[name][-1:]
+    final = next(
+        (
+            abs(value - dict(here.get(name, ())).get(at, math.inf))
+            for name in tested(before)
+            for at, value in before[name][-1:]
+        ),
+        math.inf,
     )
-    final = next((abs(a - b) for a, b in last), math.inf)
     far, whole = {name: value for name, value in apart.items() if value}, rounds >= kept["rounds"]
     return Again(
         start,
@@ -149,14 +151,16 @@ def added(store: Store, before: Store) -> list[Line]:
     """
     given, names = about_of(store.folder), {line["row"]: line for line in store.lines}
     rules, measures = frozen(given), Suite.of(store.folder).measures
-    same = not before.lines or rules == frozen(about_of(before.folder))
     ensure(
-        same, f"{store.folder / ABOUT}: its rules have changed; give new ones a new suite.name and a store of their own"
+        not before.lines or rules == frozen(about_of(before.folder)),
+        f"{store.folder / ABOUT}: its rules have changed; give new ones a new suite.name and a store of their own",
     )
     for line in before.lines:
         now = names.pop(line["row"], None)
-        same = now is not None and _unsigned(store.files(now)) == _unsigned(before.files(line))
-        ensure(same, f"{store.folder / line['row']}: is missing, or is not what it was; put it back")
+        ensure(
+            now is not None and _unsigned(store.files(now)) == _unsigned(before.files(line)),
+            f"{store.folder / line['row']}: is missing, or is not what it was; put it back",
+        )
     for name, line in names.items():
         metrics = store.files(line)[FILE].partition("\n")[0].strip().split(",")
         about, columns = line["about"], [column.replace(" ", "_") for column in given.get("columns", ())]
@@ -198,7 +202,7 @@ def _alike(about: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
 
 def _apart(before: Pairs, here: Mapping[float, float]) -> float:
     """Returns the largest relative difference of values by round; infinite, if one is missing or not finite."""
-    pairs = [(value, here.get(at, math.inf)) for at, value in before]
-    unequal = [(a, b) for a, b in pairs if a != b and not (math.isnan(a) and math.isnan(b))]
+    pairs = ((value, here.get(at, math.inf)) for at, value in before)
+    unequal = ((a, b) for a, b in pairs if a != b and not (math.isnan(a) and math.isnan(b)))
     apart = (abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a - b) else math.inf for a, b in unequal)
     return max(apart, default=0.0)

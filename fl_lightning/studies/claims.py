@@ -12,11 +12,9 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fl_lightning.core import ensure
-from fl_lightning.core.options import fits
-from fl_lightning.results import markdown
+from fl_lightning.core import ensure, fits
+from fl_lightning.results import ROWS, Store, markdown
 from fl_lightning.results.compare import Difference, Group, apart, compare, interval
-from fl_lightning.results.rows import ROWS, Store
 from fl_lightning.studies.suite import RUNNER_UP, Suite, written
 
 VERDICTS = ("seen", "seen in part", "not seen", "seen and against", "against in part", "against", "open")
@@ -109,26 +107,37 @@ def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
         rests = ["two settings each" if twice else "one setting each"] * bool(tuned)
         rests += ["published settings"] * (len(tuned) < len(run))
         said = f"**{verdict}**{LEANS.get(leaning, '') if verdict == 'open' else ''}"
-        numbers = {
-            column.title: {
-                "verdict": each.verdict,
-                "leaning": each.leaning,
-                "difference": each.by.mean,
-                "interval": each.by.ends,
-                "seeds": each.by.seeds,
+        claims.append(
+            {
+                **claim,
+                "verdict": verdict,
+                "columns": {
+                    column.title: {
+                        "verdict": each.verdict,
+                        "leaning": each.leaning,
+                        "difference": each.by.mean,
+                        "interval": each.by.ends,
+                        "seeds": each.by.seeds,
+                    }
+                    for column, each in run
+                    if each.by
+                },
             }
-            for column, each in run
-            if each.by
-        }
-        claims.append({**claim, "verdict": verdict, "columns": numbers})
+        )
         lines.append([said, claim["claim"], claim["paper"], of, *(each.text for each in found), "; ".join(rests)])
     of_columns = [
         f"{c.title} ({c.seeds} of {c.suite.seeds} seeds{'' if c.suite.alone else ', not alone'})" for c in columns
     ]
     heads = ["verdict", "claim", "paper", "difference", *of_columns, "rests on"]
-    summary = _summary(verdicts, leanings, columns)
-    shown = [f"# {text['title']}", summary, text["before"], markdown([heads, *lines]), text["after"], ""]
-    return "\n\n".join(shown), claims
+    parts = [
+        f"# {text['title']}",
+        _summary(verdicts, leanings, columns),
+        text["before"],
+        markdown([heads, *lines]),
+        text["after"],
+        "",
+    ]
+    return "\n\n".join(parts), claims
 
 
 def overall(verdicts: Iterable[str]) -> str:
@@ -142,9 +151,9 @@ def overall(verdicts: Iterable[str]) -> str:
 
 def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Found]:
     """Returns what columns say of a claim: with each method's best draw, and where they have it, its runner-up."""
-    ends = product(("", RUNNER_UP), repeat=2)
     first, *others = [
-        _tested(claim, [m + end for m, end in zip(claim["methods"], of, strict=True)], columns) for of in ends
+        _tested(claim, [m + end for m, end in zip(claim["methods"], ends, strict=True)], columns)
+        for ends in product(("", RUNNER_UP), repeat=2)
     ]
     merged = []
     for k, (column, one) in enumerate(zip(columns, first, strict=True)):
@@ -180,11 +189,11 @@ def _tested(claim: Mapping[str, Any], methods: Sequence[str], columns: Sequence[
         by, p = interval(each), p_values[column.suite.alone]
         side = "seen" if (by.mean > 0) == claim["larger"] else "against"
         leaning = "open" if by.seeds < 2 else "not seen" if p >= LEVEL else side
-        percent = claim["measure"] in ("mean", "std")
-        text = by.text("+.2f", 100.0) + " pp" if percent else by.text("+.3g")
+        text = by.text("+.2f", 100.0) + " pp" if claim["measure"] in ("mean", "std") else by.text("+.3g")
         seeds = f", {by.seeds} seed{'s' * (by.seeds > 1)}" * (by.seeds < column.seeds)
-        verdict = "open" if by.seeds < column.suite.seeds else leaning
-        found.append(Found(verdict, leaning, text.replace("-", "−") + seeds, by))
+        found.append(
+            Found("open" if by.seeds < column.suite.seeds else leaning, leaning, text.replace("-", "−") + seeds, by)
+        )
     return found
 
 
@@ -221,10 +230,13 @@ def _columns(store: Path, name: str) -> Iterator[Column]:
     for column in sorted({line["column"] for line in Store(store).lines}):
         whole = compare([store / column])
         found = {group.name: suite.survivors(group) for group in whole}
-        groups = {method: left for method, (left, _) in found.items()}
-        lost = {method: gone for method, (_, gone) in found.items()}
-        title = ", ".join(filter(None, [name, column.replace("_", " ")]))
-        yield Column(title, suite, groups, lost, max(len(each.runs) for each in whole))
+        yield Column(
+            ", ".join(filter(None, [name, column.replace("_", " ")])),
+            suite,
+            {method: left for method, (left, _) in found.items()},
+            {method: gone for method, (_, gone) in found.items()},
+            max(len(each.runs) for each in whole),
+        )
 
 
 def _summary(verdicts: Counter[str], leanings: Counter[str], columns: Sequence[Column]) -> str:

@@ -1,18 +1,21 @@
-"""The page of rows: a table for each column, where they are from and what checks found, and their figure."""
+"""The page of rows: a table for each column, where they are from and what checks found, and their figure.
 
+Performance profiles show what reaching the target costs over all columns of a study.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from fl_lightning.core import Figure, grouped
-from fl_lightning.results import find_runs
-from fl_lightning.results.compare import Group, compare
-from fl_lightning.results.curves import plot_curves, plot_tradeoff
-from fl_lightning.results.metrics import markdown
-from fl_lightning.results.rows import ABOUT, store_of
+from fl_lightning.results import ABOUT, Group, find_runs, markdown, plot_curves, plot_tradeoff, store_of
+from fl_lightning.results.compare import compare
 from fl_lightning.results.table import Markup, cell, columns, differences
-from fl_lightning.studies import profiles, tuning
+from fl_lightning.studies import tuning
 from fl_lightning.studies.check import verdict
 from fl_lightning.studies.store import about
 from fl_lightning.studies.suite import Suite, about_of
@@ -29,8 +32,16 @@ LEGEND = (
     "intervals by Student's t; the best value is bold if that to the next best leaves out 0, or with one seed. "
     "`fl-lightning compare` of the rows has further columns."
 )
-
-
+TAU, RESAMPLES = 4.0, 1000
+"""Up to how many times the smallest cost a method scores, and how often the seeds are drawn again."""
+COSTS = {"target_round": "by rounds", "target_passes": "by passes", "target_bits": "by bits"}
+"""What is compared, in `Summary`."""
+SCORES = (
+    "What reaching the targets costs: the score is the mean of a method's performance profile from 1 to 4 times the "
+    "smallest cost, over the columns (1: the cheapest everywhere; 0: nowhere within 4 times), with 95 % bootstrap "
+    "intervals over the seeds. A seed that never reaches the target costs infinitely much. Methods that "
+    "score 0 are left out."
+)
 TRIED = (
     "Accuracy on held-out data and lambda_max of all settings that were tried: the ones on the front, where no other "
     "setting is better in both."
@@ -71,10 +82,13 @@ def page(
         numbers += ({"column": column.name, **each} for each in of_rows)
         sections.append((column.name, text, _figure(alive)))
         compared.append(groups)
-    shown = {group.name for groups in compared for group in groups}
-    tried = tuning.front(found[0], shown) if rows and (found := store_of(rows[0])) else []
+    tried = (
+        tuning.front(found[0], {group.name for groups in compared for group in groups})
+        if rows and (found := store_of(rows[0]))
+        else []
+    )
     head = [f"# {given['title']}", given["text"], rules if "suite" in given else "", LEGEND]
-    head += [profiles.table(compared), f"{TRIED}\n\n{_tried(tried)}" if tried else ""]
+    head += [_profiles(compared), f"{TRIED}\n\n{_tried(tried)}" if tried else ""]
     return "\n\n".join(filter(None, head)), sections, numbers
 
 
@@ -107,9 +121,12 @@ def _section(
             for folder, seed, run in zip(whole.folders, whole.seeds, whole.runs, strict=True)
         )
         label = _label([each["equal"] for each in numbers[-len(whole.runs) :]], group.name in verified)
-        cells = (cell(group, column, left, Markup(best="**{}**")) for column in shown)
         table.append(
-            [group.name, f"{len(group.runs)}, {label}" + f"; collapsed: {', '.join(lost)}" * bool(lost), *cells]
+            [
+                group.name,
+                f"{len(group.runs)}, {label}" + f"; collapsed: {', '.join(lost)}" * bool(lost),
+                *(cell(group, column, left, Markup(best="**{}**")) for column in shown),
+            ]
         )
     starts: list[dict[str, Any]] = [start for of in groups for row in of.folders for start in about(row)["starts"]]
     commits, cpus = (
@@ -124,7 +141,7 @@ def _front(groups: Sequence[Group]) -> str:
     """Returns the methods that no other one surpasses in both accuracy and flatness, in the mean over their runs."""
     of = {group.name: [group.values(name) for name in ("mean", "flatness/lambda_max")] for group in groups}
     points = {name: (fmean(accuracies), -fmean(sharpest)) for name, (accuracies, sharpest) in of.items() if sharpest}
-    front = [[*points][k] for k in profiles.front([*points.values()])]
+    front = [[*points][k] for k in tuning.unsurpassed([*points.values()])]
     told = "On the front of accuracy and flatness, where no other method is better in both means"
     return f"{told}: {', '.join(front)}.\n\n" * bool(front)
 
@@ -139,5 +156,58 @@ def _label(found: Sequence[bool | None], is_verified: bool) -> str:
     same, wrong = found.count(True), found.count(False)
     if wrong:
         return f"{wrong} wrong"
-    label = "verified" if is_verified else "checked"
-    return f"{label} {same}" if same else "self-reported"
+    return f"{'verified' if is_verified else 'checked'} {same}" if same else "self-reported"
+
+
+def _profiles(columns: Sequence[Sequence[Group]]) -> str:
+    """Returns the table of scores, as Markdown, of the methods that all columns have; nothing without a target."""
+    runs = [{group.name: group.runs for group in groups} for groups in columns]
+    if any(run.target is None for of in runs for each in of.values() for run in each):
+        return ""
+    names = [name for name in runs[0] if all(name in of for of in runs)]
+    costs = {
+        head: {
+            name: [[math.inf if (n := getattr(run, cost)) is None else n for run in of[name]] for of in runs]
+            for name in names
+        }
+        for cost, head in COSTS.items()
+    }
+    found = {
+        head: scores(needed)
+        for head, needed in costs.items()
+        if any(math.isfinite(each) for of in needed.values() for seeds in of for each in seeds)
+    }
+    if not found:
+        return ""
+    names.sort(key=lambda name: -max(of[name][0] for of in found.values()))
+    lines = [
+        [name, *("{:.2f} [{:.2f}, {:.2f}]".format(*of[name]) for of in found.values())]
+        for name in names
+        if any(of[name][0] for of in found.values())
+    ]
+    return f"{SCORES}\n\n{markdown([['score', *found], *lines]).strip()}"
+
+
+def scores(costs: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, tuple[float, float, float]]:
+    """Returns the score of each method, and its bootstrap interval.
+
+    The cost of a method in a column is the median over its seeds. Its performance profile is the share of the columns
+    in which that is at most tau times the smallest one of all methods (Dolan and Moré, 2002); the score is its mean
+    from tau 1 to `TAU`.
+
+    Args:
+        costs: Of each method in each column, the cost with each seed; infinite, if it never reaches the target.
+    """
+    random = np.random.default_rng(0)
+
+    def medians(seeds: Sequence[float]) -> list[float]:
+        """That of the seeds first, then those of the resamples."""
+        drawn = random.integers(len(seeds), size=(RESAMPLES, len(seeds)))
+        return [*map(float, np.median(np.asarray(seeds, float)[np.vstack([np.arange(len(seeds)), drawn])], axis=1))]
+
+    found = np.array([[medians(seeds) for seeds in columns] for columns in costs.values()])
+    with np.errstate(invalid="ignore"):  # inf / inf: nobody reaches the target there, and nobody scores
+        ratios = np.nan_to_num(found / found.min(axis=0), nan=math.inf)
+    each = np.clip((TAU - ratios) / (TAU - 1), 0, 1).mean(axis=1)
+    lows, highs = np.quantile(each, [0.025, 0.975], axis=1)
+    return dict(zip(costs, zip(each[:, 0].tolist(), lows.tolist(), highs.tolist(), strict=True), strict=True))

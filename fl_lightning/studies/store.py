@@ -7,11 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import UserError, ensure, files, json_text, read_json
-from fl_lightning.results import SUMMARY, config_files, is_private, read_config
-from fl_lightning.results.configs import EXECUTION, group_id
-from fl_lightning.results.metrics import DIRECTIONS, FILE
-from fl_lightning.results.report import PROVENANCE
-from fl_lightning.results.rows import CONFIG, ROW, Store, config_text
+from fl_lightning.results import (
+    CONFIG,
+    DIRECTIONS,
+    EXECUTION,
+    PROVENANCE,
+    ROW,
+    SUMMARY,
+    Store,
+    config_files,
+    config_text,
+    group_id,
+    is_private,
+    read_config,
+)
+from fl_lightning.results.metrics import FILE
 from fl_lightning.trainer import RunFolder
 
 
@@ -28,8 +38,11 @@ def add(run: Path, store: Store, name: str, suite: str | None = None) -> None:
         UserError: If the run cannot be a row, or the store has a row of this name with other weights.
     """
     if (run / ROW).is_file():
-        paths = (path for path in run.rglob("*") if path.is_file())
-        texts = {path.relative_to(run).as_posix(): path.read_bytes().decode() for path in sorted(paths)}
+        texts = {
+            path.relative_to(run).as_posix(): path.read_bytes().decode()
+            for path in sorted(run.rglob("*"))
+            if path.is_file()
+        }
     else:
         ensure((run / SUMMARY).is_file(), f"{run}: the run has not ended; let it end first")
         texts = row_files(run, ran(run))
@@ -56,15 +69,15 @@ def ran(run: Path) -> dict[str, Any]:
         identity, server = content["identity"], content["server"]
         import torch  # takes seconds; a page needs none
 
-        found = sha256()
-        for name in sorted(server):
-            found.update(name.encode() + server[name].contiguous().view(torch.uint8).numpy().tobytes())
+        texts = (
+            name.encode() + server[name].contiguous().view(torch.uint8).numpy().tobytes() for name in sorted(server)
+        )
         return {
             "kind": content["kind"],
             "method": identity["model"],
             "data": identity["data"],
             "rounds": content["round"],
-            "weights": found.hexdigest()[:16],
+            "weights": sha256(b"".join(texts)).hexdigest()[:16],
         }
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path}: no checkpoint of a whole run ({error}); a row needs its run's last one") from None
@@ -103,8 +116,10 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
         "starts": found,
         "checks": [],
     }
-    more = [*run.glob(DIRECTIONS), *run.glob("flatness*/*.json")]
-    texts = {path.relative_to(run).as_posix(): path.read_bytes().decode() for path in (run / FILE, *more)}
+    texts = {
+        path.relative_to(run).as_posix(): path.read_bytes().decode()
+        for path in (run / FILE, *run.glob(DIRECTIONS), *run.glob("flatness*/*.json"))
+    }
     return {CONFIG: config_text(config), ROW: json_text(about, indent=1), **texts}
 
 
@@ -121,8 +136,9 @@ def portable(config: Mapping[str, Any]) -> dict[str, Any]:
     left_out = set(EXECUTION) - {
         "engine", "client_block", "compile", "accelerator", "devices", "threads", "client_memory", "callbacks"
     }  # fmt: skip
-    trainer = {key: value for key, value in config["trainer"].items() if key not in left_out}
-    return dict(moved({**config, "trainer": trainer}))
+    return dict(
+        moved({**config, "trainer": {key: value for key, value in config["trainer"].items() if key not in left_out}})
+    )
 
 
 def digest(row: Path) -> str:

@@ -67,12 +67,16 @@ class Study:
             UserError: If a setting is wrong, a row's run breaks off, or the store has rows of other rules.
         """
         if not (self.store / ABOUT).is_file():
-            text = yaml.safe_dump(self.given, sort_keys=False, width=1000)
-            write_atomically(make_folder(self.store, "into") / ABOUT, text)
+            write_atomically(
+                make_folder(self.store, "into") / ABOUT, yaml.safe_dump(self.given, sort_keys=False, width=1000)
+            )
         own = frozen(self.given)
         others = {line["about"].get("suite", own) for line in Store(self.store).lines} - {own}
-        remedy = "give new rules a new suite.name, and another store by --into"
-        ensure(not others, f"suite = {own}: {self.store} has rows of {', '.join(sorted(others))}; {remedy}")
+        ensure(
+            not others,
+            f"suite = {own}: {self.store} has rows of {', '.join(sorted(others))}; give new rules a new suite.name, "
+            "and another store by --into",
+        )
         unknown = {*(methods or ())} - {*self.given["methods"]}
         ensure(
             not unknown,
@@ -101,8 +105,9 @@ class Study:
         name = method.removesuffix(RUNNER_UP)
         tried = tuning.read(self.store).get(name)
         best = tuning.chosen(tried, rank=method != name) if tried else {}
-        settings = [f"--{key}={value}" for key, value in best.items()]
-        return [*self._args(name, "rows"), *settings, *self.rows(method)[row]]
+        return [
+            *self._args(name, "rows"), *(f"--{key}={value}" for key, value in best.items()), *self.rows(method)[row],
+        ]  # fmt: skip
 
     def mark(self, store: Store, rows: Sequence[str]) -> None:
         """Says of the rows of a store that are as the study trains them by which rules they were trained.
@@ -147,8 +152,11 @@ class Study:
         for of_one in trials:
             self.check(of_one[0])
         every = [trial for of_one in trials for trial in of_one]
-        ended = run_trials(every, self.folder / "tuning", self.build, check=self.check)
-        folders = {found.trial.name: found.folder for found in ended if found.error is None}
+        folders = {
+            found.trial.name: found.folder
+            for found in run_trials(every, self.folder / "tuning", self.build, check=self.check)
+            if found.error is None
+        }
         runs = [[folders.get(trial.name) for trial in of_one] for of_one in trials]
         with alone(self.store):
             tuning.write(self.store, tuning.judged(name, settings, runs), [*self.given["methods"]])

@@ -10,11 +10,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, folded, require
-from fl_lightning.core.options import Interval, check_values, fits
-from fl_lightning.results import load_yaml
-from fl_lightning.results.compare import Group
-from fl_lightning.results.rows import ABOUT
+from fl_lightning.core import Interval, UserError, check_values, ensure, fits, folded, require
+from fl_lightning.results import ABOUT, Group, load_yaml
 
 FROZEN = ("suite", "fit", "draws", "tuning", "tuning_seeds", "rows", "columns", "seeds")
 """What ``about.yaml`` says of data, partitions, budgets and measures: another text of these is another suite."""
@@ -99,13 +96,13 @@ class Suite:
     def survivors(self, group: Group) -> tuple[Group, list[str]]:
         """Returns a group without the runs that have collapsed, and the seeds of these."""
         kept = [k for k, run in enumerate(group.runs) if run.mean > self.collapsed]  # NaN is not
-        folders, seeds, runs = (
-            [group.folders[k] for k in kept],
-            [group.seeds[k] for k in kept],
-            [group.runs[k] for k in kept],
+        alive = replace(
+            group,
+            folders=[group.folders[k] for k in kept],
+            seeds=[group.seeds[k] for k in kept],
+            runs=[group.runs[k] for k in kept],
         )
-        lost = [str(seed[0] if seed else "none") for k, seed in enumerate(group.seeds) if k not in kept]
-        return replace(group, folders=folders, seeds=seeds, runs=runs), lost
+        return alive, [str(seed[0] if seed else "none") for k, seed in enumerate(group.seeds) if k not in kept]
 
 
 def about_of(store: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from fl_lightning.core import ensure, grouped
 from fl_lightning.results import headline, read_run, write_table
-from fl_lightning.studies import profiles
 
 TUNING = "tuning.csv"
 """In a store: the settings that each method has tried, the best first; the published ones are empty."""
@@ -34,10 +33,9 @@ def tried(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     from fl_lightning.sweeps.parameters import Parameter  # needs torch; a page needs none
 
     entries = [given["ranges"][each] for each in given["methods"][name][1:]]
-    log = {"distribution": "log_uniform_values"}
     options = [{key: value for key, value in entry.items() if key not in ("key", "times")} for entry in entries]
     ranges = [
-        Parameter.of(entry["key"], own if "values" in own else log | own)
+        Parameter.of(entry["key"], own if "values" in own else {"distribution": "log_uniform_values"} | own)
         for entry, own in zip(entries, options, strict=True)
     ]
     settings: list[dict[str, Any]] = [{}]
@@ -66,8 +64,10 @@ def points(count: int, dimensions: int) -> list[list[float]]:
 
     scrambles = [SobolEngine(dimensions, scramble=True, seed=k) for k in range(SCRAMBLES)]  # type: ignore[no-untyped-call]
     best = min((1 - each.draw(count, dtype=torch.float64) for each in scrambles), key=correlation)
-    remedy = f"two settings have a rank correlation above {CORRELATED}; give more draws"
-    ensure(correlation(best) <= CORRELATED, f"draws = {count}: {remedy}")
+    ensure(
+        correlation(best) <= CORRELATED,
+        f"draws = {count}: two settings have a rank correlation above {CORRELATED}; give more draws",
+    )
     return cast("list[list[float]]", best.tolist())
 
 
@@ -84,8 +84,10 @@ def judged(name: str, settings: Sequence[Mapping[str, Any]], runs: Sequence[Sequ
         found = [headline(folder, METRIC) if folder else None for folder in folders]
         values = [-math.inf if value is None or math.isnan(value) else value for value in found]
         flat = [pairs[-1][1] for folder in folders if (pairs := read_run(folder).get(FLAT))]
-        text = shlex.join(f"{key}={value}" for key, value in own.items())
-        lines.append([name, text, median(values), " ".join(map(str, values)), median(flat) if flat else ""])
+        lines.append([
+            name, shlex.join(f"{key}={value}" for key, value in own.items()), median(values),
+            " ".join(map(str, values)), median(flat) if flat else "",
+        ])  # fmt: skip
     return sorted(lines, key=lambda line: -line[2])
 
 
@@ -126,9 +128,9 @@ def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
 def _tie(best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     values = [map(float, line[SEEDS].split()) for line in (best, other)]
     apart = [a - b for a, b in zip(*values, strict=True)]
-    if not all(map(math.isfinite, apart)):
-        return False
-    return fmean(apart) <= (stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0)
+    return all(map(math.isfinite, apart)) and fmean(apart) <= (
+        stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
+    )
 
 
 def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:
@@ -142,5 +144,10 @@ def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:
         Lines of the table, the most accurate first.
     """
     lines = [line for method, of in read(store).items() if method in methods for line in of if line[FLAT]]
-    best = profiles.front([(float(line[METRIC]), -float(line[FLAT])) for line in lines])
+    best = unsurpassed([(float(line[METRIC]), -float(line[FLAT])) for line in lines])
     return sorted((lines[k] for k in best), key=lambda line: -float(line[METRIC]))
+
+
+def unsurpassed(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Returns the places of the points that no other one surpasses in both numbers, of which large ones are good."""
+    return [k for k, (x, y) in enumerate(points) if not any(v > x and w > y for v, w in points)]

@@ -111,7 +111,11 @@ class Controller:
                 ended = run_trials(self.trials[known:], self.folder, build, jobs, early=self._early(known), check=check)
                 stack.enter_context(closing(ended))
                 for found in ended:
-                    yield self._record(found)
+                    value = self.objective.value(found.folder)
+                    if found.error is None and value is not None and not math.isfinite(value):
+                        found = replace(found, error=f"{self.objective.name} = {value}: not finite")
+                    self.outcomes[found.trial.name] = found
+                    yield found
                     self.write()
                     if self._target_reached() or self._is_unknown():
                         return
@@ -137,17 +141,10 @@ class Controller:
 
     def _early(self, known: int) -> Early | None:
         """Returns the rule for the trials after the first ``known`` ones, which have ended."""
-        rule, order = self.sweep.early, [*self.trials[:known], *in_order(self.trials[known:])]
-        if rule is None:
+        if self.sweep.early is None:
             return None
-        return partial(StopEarly, rule, self.objective.column, self.objective.sign, self.folder, order)
-
-    def _record(self, found: Outcome) -> Outcome:
-        value = self.objective.value(found.folder)
-        if found.error is None and value is not None and not math.isfinite(value):
-            found = replace(found, error=f"{self.objective.name} = {value}: not finite")
-        self.outcomes[found.trial.name] = found
-        return found
+        order = [*self.trials[:known], *in_order(self.trials[known:])]
+        return partial(StopEarly, self.sweep.early, self.objective.column, self.objective.sign, self.folder, order)
 
     def value(self, trials: Sequence[Trial]) -> float | None:
         """Returns the mean metric of trials that differ in their seeds; None unless it is finite in all of them."""
@@ -168,8 +165,11 @@ class Controller:
         return min(self._valued(), key=lambda item: self.objective.sign * item[2], default=None)
 
     def _valued(self) -> list[tuple[Settings, list[Trial], float]]:
-        found = [(settings, of_one, self.value(of_one)) for settings, of_one in self._settings.values()]
-        return [(settings, of_one, value) for settings, of_one, value in found if value is not None]
+        return [
+            (settings, of_one, value)
+            for settings, of_one in self._settings.values()
+            if (value := self.value(of_one)) is not None
+        ]
 
     def doubts(self) -> list[str]:
         """Returns what speaks against the best settings: that others are as good, or that a guess is."""
@@ -184,8 +184,7 @@ class Controller:
         run = self.outcomes[of_one[0].name].folder
         data = read_json(run / PARTITION, dict[str, Any], {}) if run else {}
         classes = 1 if "unit" in data else data.get("classes", 1)  # a unit: of data without classes
-        accuracy = re.search(r"/acc(_|$)", self.objective.column)
-        if accuracy and classes > 1 and value < ABOVE_CHANCE / classes:
+        if re.search(r"/acc(_|$)", self.objective.column) and classes > 1 and value < ABOVE_CHANCE / classes:
             lines.append(f"at chance: a guess among {classes} classes is right in {1 / classes:.4g} of all cases")
         return lines
 
@@ -313,8 +312,7 @@ class StopEarly(Callback):
             found = None
         if folder is None or found is None:
             return ()
-        values = _read(folder, self.metric, (found.st_mtime_ns, found.st_size))
-        return [self._loss(value) for value in values]
+        return [self._loss(value) for value in _read(folder, self.metric, (found.st_mtime_ns, found.st_size))]
 
     def _loss(self, value: float) -> float:
         """Returns a value that is to be small."""

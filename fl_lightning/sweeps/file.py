@@ -111,8 +111,10 @@ class Objective(Checked, key="metric"):
         self.name, self.target = name, target
         self.column = re.sub(rf"(\.max|\.min|{SUFFIX})$", "", name)
         self.sign = -1 if goal == "maximize" else 1
-        asked = goal is not None or not re.search(r"/(acc|miou)(_|$)", self.column)
-        ensure(asked, f"metric.goal: missing, and W&B would minimize {name}; give goal: maximize (or minimize)")
+        ensure(
+            goal is not None or not re.search(r"/(acc|miou)(_|$)", self.column),
+            f"metric.goal: missing, and W&B would minimize {name}; give goal: maximize (or minimize)",
+        )
 
     def value(self, folder: Path | None) -> float | None:
         """Returns the metric of a run so far; None if it was not measured, NaN if it is not finite.
@@ -174,8 +176,12 @@ class Sweep:
             f"sweep = {path}: no sweep, it has no parameters; give a file such as sweeps/digits",
         )
         for key in given:
-            remedy = f"not supported here; {path} may have {', '.join((*KEYS, *LABELS))}"
-            require(key in (*KEYS, *LABELS), str(key), given[key], remedy)
+            require(
+                key in (*KEYS, *LABELS),
+                str(key),
+                given[key],
+                f"not supported here; {path} may have {', '.join((*KEYS, *LABELS))}",
+            )
         given = {**dict.fromkeys(KEYS), **given}
         check_values("", given, KEYS)
         method, cap = given["method"], given["run_cap"]
@@ -225,6 +231,10 @@ def _command(given: Any) -> tuple[str, tuple[str, ...]]:
     if start is None:
         raise UserError(f"command = {words}: neither fit nor centralized; give {example}")
     for word in words:
-        known = word in (*BEFORE, *ARGUMENTS) or not re.search(r"\$\{.*\}", word)
-        require(known, "command", word, f"choose from {', '.join((*BEFORE, *ARGUMENTS, '${envvar:NAME}'))}")
+        require(
+            word in (*BEFORE, *ARGUMENTS) or not re.search(r"\$\{.*\}", word),
+            "command",
+            word,
+            f"choose from {', '.join((*BEFORE, *ARGUMENTS, '${envvar:NAME}'))}",
+        )
     return words[start], tuple(word for word in words[start + 1 :] if word not in (*BEFORE, *ARGUMENTS))

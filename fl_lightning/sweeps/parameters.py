@@ -52,7 +52,6 @@ FORMS = {
 LISTS = {"constant": ("value",), "categorical": ("values",), "categorical_w_probabilities": ("values", "probabilities")}
 LARGEST = 100_000
 """Settings of the largest grid."""
-GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 
 
 @dataclass(frozen=True)
@@ -96,25 +95,22 @@ class Parameter:
         for name, value in options.items():
             ensure(name in given or value is not None, f"{where}.{name}: missing; {kind} needs {', '.join(names)}")
         check_values(where, options, FORMS)
-        cls._check(where, kind, options)
-        return cls(key, kind, options)
-
-    @staticmethod
-    def _check(where: str, kind: str, options: Mapping[str, Any]) -> None:
         if "values" in options:
-            values = options["values"]
-            require(bool(values), f"{where}.values", values, "give a list with a value")
+            require(bool(options["values"]), f"{where}.values", options["values"], "give a list with a value")
         if "probabilities" in options:
             shares = options["probabilities"]
-            numbers = isinstance(shares, list) and all(
-                isinstance(share, (int, float)) and share >= 0 for share in shares
+            fit = (
+                isinstance(shares, list)
+                and all(isinstance(share, (int, float)) and share >= 0 for share in shares)
+                and len(shares) == len(options["values"])
+                and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
             )
-            fit = numbers and len(shares) == len(options["values"]) and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
             require(fit, f"{where}.probabilities", shares, "one for each value, none below 0, with sum 1")
         if "min" in options:
             low, high = options["min"], options["max"]
             require(low < high, f"{where}.min", low, f"less than max = {high}")
             require(not kind.endswith("_values") or low > 0, f"{where}.min", low, f"{kind} needs a positive one")
+        return cls(key, kind, options)
 
     def grid(self) -> Sequence[Any]:
         """Returns all values, in order.
@@ -123,7 +119,7 @@ class Parameter:
             UserError: If they are infinitely many, or too many.
         """
         require(
-            self.distribution in GRID,
+            self.distribution in ("constant", "categorical", "int_uniform", "q_uniform"),
             f"parameters.{self.key}.distribution",
             self.distribution,
             "a grid takes values, integers from min to max, or q_uniform",
@@ -132,8 +128,12 @@ class Parameter:
             return list(self.choices)
         low, high, step = self.options["min"], self.options["max"], self.options.get("q", 1)
         if self.distribution == "int_uniform":
-            remedy = f"a grid takes at most {LARGEST:,} values"
-            require(high - low < LARGEST, f"parameters.{self.key}", f"{low} to {high}", remedy)
+            require(
+                high - low < LARGEST,
+                f"parameters.{self.key}",
+                f"{low} to {high}",
+                f"a grid takes at most {LARGEST:,} values",
+            )
             return range(low, high + 1)
         require((high - low) / step <= LARGEST, f"parameters.{self.key}.q", step, "too small for a grid")
         return list(np.arange(low, high, step).tolist())
@@ -227,8 +227,7 @@ def grid(parameters: Sequence[Parameter], count: int | None) -> Search:
     Raises:
         UserError: If there are more than `LARGEST`.
     """
-    ordered = sorted(parameters, key=lambda parameter: parameter.key)
-    found = combinations({parameter.key: parameter.grid() for parameter in ordered})
+    found = combinations({p.key: p.grid() for p in sorted(parameters, key=lambda parameter: parameter.key)})
     return Search(found[:count], f"grid of {len(found)}")
 
 

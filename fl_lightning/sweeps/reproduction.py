@@ -15,19 +15,19 @@ from fl_lightning import algorithms
 from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.core import UserError, ensure, grouped, json_text, require
 from fl_lightning.engine.catalogue import Entry
-from fl_lightning.results import filled, last_measurements, markdown, protocol, tex, window_of, write_table
-from fl_lightning.results.papers import (
-    COLUMNS,
-    EVALUATED,
-    MEASURED,
-    TARGETS,
-    Cell,
-    Line,
-    beside,
-    beside_fedavg,
-    find,
+from fl_lightning.results import (
+    PaperFigure,
+    Recipe,
+    filled,
+    last_measurements,
+    markdown,
+    protocol,
+    recipe,
+    tex,
+    window_of,
+    write_table,
 )
-from fl_lightning.results.recipes import PaperFigure, Recipe, recipe
+from fl_lightning.results.papers import COLUMNS, EVALUATED, MEASURED, TARGETS, Cell, Line, beside, beside_fedavg, find
 from fl_lightning.sweeps.trials import Outcome, Trial
 
 COUNTS = (
@@ -64,18 +64,9 @@ def scaled(config: Mapping[str, Any], fraction: float) -> dict[str, int | float]
     return {key: number for key, number in found.items() if number != value(config, key)}
 
 
-def check_fraction(fraction: float) -> None:
-    """Refuses a number that is no fraction of a paper's rounds.
-
-    Raises:
-        UserError: If it is out of range.
-    """
-    require(0 < fraction <= 1, "rounds", fraction, "give a fraction of the paper's rounds, above 0 and at most 1")
-
-
 def scaled_rounds(config: Mapping[str, Any], fraction: float) -> int:
     """Returns a fraction of a run's rounds; errors as for `scaled`."""
-    check_fraction(fraction)
+    require(0 < fraction <= 1, "rounds", fraction, "give a fraction of the paper's rounds, above 0 and at most 1")
     return max(1, round(int(config["trainer"]["max_rounds"]) * fraction))
 
 
@@ -135,8 +126,7 @@ class Task:
             seeds: Seeds of the runs.
             more: Further arguments, which win.
         """
-        metrics = (cell.metric.partition("@")[0] for cell in self.cells)
-        needed = (MEASURED[name][1] for name in metrics if name in MEASURED)
+        needed = (MEASURED[name][1] for cell in self.cells if (name := cell.metric.partition("@")[0]) in MEASURED)
         measures = dict.fromkeys(filter(None, (*needed, self.measure)))
         every = max(1, scaled_rounds(config, fraction) // self.times)
         settings = f"every_n_rounds: {every}, metrics: [{', '.join(measures)}]"
@@ -203,8 +193,13 @@ def figure_tasks(figure: PaperFigure) -> list[Task]:
     for runs in figure.runs:
         for task in tasks(select(figure.paper, runs.table, names(runs.rows), names(runs.columns)))[0]:
             cells = tuple(replace(cell, algorithm=runs.name or cell.algorithm) for cell in task.cells)
-            settings = tuple(shlex.split(runs.settings))
-            more = replace(task, cells=cells, settings=settings, measure=figure.measure, times=figure.times)
+            more = replace(
+                task,
+                cells=cells,
+                settings=tuple(shlex.split(runs.settings)),
+                measure=figure.measure,
+                times=figure.times,
+            )
             tried = [(name, value) for name, values in runs.vary.items() for value in values]
             found += [_varied(more, name, value) for name, value in tried] if tried else [more]
     return found
@@ -268,9 +263,13 @@ def line(cell: Cell, outcomes: Sequence[Outcome], fraction: float = 1.0, setting
     """
     if (number := declared(cell)) is not None:
         return Line(cell, (number,))
-    broken = [outcome.error for outcome in outcomes if outcome.error is not None]
-    done = [outcome.folder for outcome in outcomes if outcome.folder is not None and outcome.error is None]
-    return beside(cell, done, fraction, broken, settings)
+    return beside(
+        cell,
+        [outcome.folder for outcome in outcomes if outcome.folder is not None and outcome.error is None],
+        fraction,
+        [outcome.error for outcome in outcomes if outcome.error is not None],
+        settings,
+    )
 
 
 def mark(folder: Path, task: Task, fraction: float, settings: str = "") -> None:
@@ -317,9 +316,12 @@ def title_of(lines: Sequence[Line]) -> str:
 
 def protocols(lines: Sequence[Line]) -> list[str]:
     """Returns how each of our numbers on flatness was measured, in one line."""
-    names = [(line.cell.metric.partition("@")[0], line.folders) for line in lines]
-    runs = [(name, last_measurements(run)) for name, folders in names if name in MEASURED for run in folders]
-    found = [(name, measured.get(MEASURED[name][0])) for name, measured in runs]
+    found = [
+        (name, last_measurements(run).get(MEASURED[name][0]))
+        for line in lines
+        if (name := line.cell.metric.partition("@")[0]) in MEASURED
+        for run in line.folders
+    ]
     return list(dict.fromkeys(f"{name}: {protocol(measured)}" for name, measured in found if measured))
 
 
@@ -374,8 +376,13 @@ def latex(lines: Sequence[Line]) -> str:
     def across(text: str) -> str:
         return rf"\multicolumn{{{len(HEADS)}}}{{l}}{{{tex(text)}}} \\"
 
-    form = rf"\begin{{tabular}}{{l{'r' * (len(HEADS) - 1)}}}"
-    body = [form, r"\toprule", across(title_of(lines)), r"\midrule", " & ".join(HEADS) + r" \\"]
+    body = [
+        rf"\begin{{tabular}}{{l{'r' * (len(HEADS) - 1)}}}",
+        r"\toprule",
+        across(title_of(lines)),
+        r"\midrule",
+        " & ".join(HEADS) + r" \\",
+    ]
     for name, group in _sections(lines):
         body += [r"\midrule", across(name), *(" & ".join(map(tex, line_cells(line))) + r" \\" for line in group)]
     said = [r"\midrule", *map(across, found)] if (found := protocols(lines)) else []

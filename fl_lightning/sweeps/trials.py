@@ -147,8 +147,10 @@ def run_trials(
     ensure(not twice, f"{', '.join(twice)}: two trials have this name; give them different ones")
     todo, over = [], set[str]()
     for trial in trials:
-        if resume and check is not None:
-            _check_same(trial, folder, check)
+        newest = newest_run(trial, folder) if resume and check is not None else None
+        if check is not None and newest is not None and (config := config_of(newest)):
+            others = differences(config, check(trial))
+            ensure(not others, f"{newest} was trained with {', '.join(others)}; put that back, or take another folder")
         found = outcome(trial, folder) if resume else None
         if found is None:
             todo.append(trial)
@@ -190,8 +192,11 @@ def run_trials(
                     put_back([trial])
                 else:
                     over.add(trial.name)
-                    error = f"its process was killed {STARTS} times after round {start[1]}; has it memory enough?"
-                    yield Outcome(trial, newest_run(trial, folder), error)
+                    yield Outcome(
+                        trial,
+                        newest_run(trial, folder),
+                        f"its process was killed {STARTS} times after round {start[1]}; has it memory enough?",
+                    )
 
 
 def outcome(trial: Trial, folder: Path) -> Outcome | None:
@@ -216,8 +221,8 @@ def name_of(settings: Mapping[str, Any]) -> str:
     spelled = {key: _spelled(value) for key, value in settings.items()}
     named = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in spelled.items())
     name = "".join(c if c.isalnum() or c in "._-+=" else "-" for c in named)[:LONGEST]
-    whole = all(str(value) == spelled[key] for key, value in settings.items())
-    if whole and all(re.fullmatch(r"[A-Za-z0-9.+-]+", text) for text in spelled.values()) and name == named:
+    whole = all(str(settings[key]) == text and re.fullmatch(r"[A-Za-z0-9.+-]+", text) for key, text in spelled.items())
+    if whole and name == named:
         return name
     return f"{name}_{hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]}"
 
@@ -256,14 +261,6 @@ def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
     return [group[i : i + width] for group in alike.values() for i in range(0, len(group), width)]
 
 
-def _check_same(trial: Trial, folder: Path, check: Check) -> None:
-    """Checks that the newest run of a trial, if it has one, has the settings of the trial."""
-    newest = newest_run(trial, folder)
-    if newest is not None and (config := config_of(newest)):
-        others = differences(config, check(trial))
-        ensure(not others, f"{newest} was trained with {', '.join(others)}; put that back, or take another folder")
-
-
 def _train(folder: Path, build: Build, resume: bool, early: Early | None, group: Group) -> list[Outcome]:
     """Trains a trial, or a group as one program; returns the outcomes of those that have ended.
 
@@ -296,8 +293,12 @@ def _together(folder: Path, make: Callable[[Trial], Built], resume: bool, trials
         built = [make(trial) for trial in trials]
         first = built[0]
         with first.trainer.environment():
-            paths = [_checkpoint(folder, trial, resume) for trial in trials]
-            runs = parallel_runs.start([b.trainer for b in built], [b.model for b in built], first.data, paths)
+            runs = parallel_runs.start(
+                [each.trainer for each in built],
+                [each.model for each in built],
+                first.data,
+                [_checkpoint(folder, trial, resume) for trial in trials],
+            )
             if not parallel_runs.pays(runs):
                 return []
             broken = loop.train(runs, lambda run, error: _remember(run.folder.path, error))
@@ -333,14 +334,32 @@ def _alone(folder: Path, make: Callable[[Trial], Built], resume: bool, trials: S
     return [Outcome(trial, run.folder.path)]
 
 
+def complain(outcomes: Sequence[Outcome]) -> None:
+    """Raises the error of the first trial that failed.
+
+    Raises:
+        UserError: If one did.
+    """
+    if failed := [o for o in outcomes if o.error]:
+        where = failed[0].folder or failed[0].trial.name
+        raise UserError(f"{len(failed)} of {len(outcomes)} runs broke off; {where}: {failed[0].error}")
+
+
+def last_metrics(folder: Path | None) -> dict[str, float]:
+    """Returns the last value of each metric of a run; none without a run folder."""
+    return {name: pairs[-1][1] for name, pairs in read_run(folder).items()}
+
+
 def check_alone(n: int) -> None:
     """Checks the number of processes of a trial: others would wait for the trials that the first one trains.
 
     Raises:
         UserError: If there are several.
     """
-    remedy = "each of several runs is trained by one; set devices and num_nodes to 1"
-    ensure(n == 1, f"trainer.devices: {n} processes; {remedy}")
+    ensure(
+        n == 1,
+        f"trainer.devices: {n} processes; each of several runs is trained by one; set devices and num_nodes to 1",
+    )
 
 
 def _build(folder: Path, build: Build, early: Early | None, not_awaited: Collection[str], trial: Trial) -> Built:

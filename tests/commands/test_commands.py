@@ -15,7 +15,7 @@ import torch
 
 import fl_lightning
 from fl_lightning import DigitsMLP, UserError
-from fl_lightning.commands.main import COMMANDS
+from fl_lightning.commands import COMMANDS, PLACES, function_of
 from fl_lightning.commands.shared.cli import FederatedCLI
 from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, run
 
@@ -65,9 +65,10 @@ def test_neither_torch_nor_lightning_is_imported(args: str, tmp_path: Path) -> N
     assert imported(*args.replace("ROW", str(row)).split(), cwd=tmp_path) == ["jsonargparse"]
 
 
-def test_a_file_is_a_subcommand() -> None:
+def test_a_function_is_a_subcommand() -> None:
     folder = Path(fl_lightning.__file__).parent / "commands"
-    assert set(COMMANDS) == {path.stem for path in folder.glob("*.py") if "\nSUMMARY = " in path.read_text()}
+    own = {path.stem for path in folder.glob("*.py") if "\ndef run(" in path.read_text()}
+    assert set(COMMANDS) == own | {*PLACES} and all(callable(function_of(name)) for name in COMMANDS)
     assert {"fit", "centralized", "validate", "test", "plan", "data", "compare", "list", "export"} <= set(COMMANDS)
 
 
@@ -76,7 +77,7 @@ def import_without_resource() -> None:
         del sys.modules[name]
     sys.modules["resource"] = None  # type: ignore[assignment]
     for name in COMMANDS:
-        importlib.import_module(f"fl_lightning.commands.{name}")
+        importlib.import_module("fl_lightning.commands").function_of(name)
 
 
 @pytest.mark.sampled(quick=3)

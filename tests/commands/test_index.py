@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.commands.main import COMMANDS
+from fl_lightning.commands import COMMANDS
 from fl_lightning.commands.shared.arguments import config_names
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.commands.shared.index import FILE, ArgumentsError, help_of, index, keys_of

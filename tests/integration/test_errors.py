@@ -17,7 +17,7 @@ import yaml
 
 import fl_lightning
 from fl_lightning import DigitsMLP, UserError
-from fl_lightning.commands.main import COMMANDS
+from fl_lightning.commands import COMMANDS
 from fl_lightning.commands.shared.index import ArgumentsError
 from fl_lightning.commands.shared.messages import explain
 from fl_lightning.commands.shared.parser import check_early

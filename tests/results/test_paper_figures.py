@@ -9,7 +9,8 @@ import pytest
 
 from fl_lightning.commands.shared.paper_figures import differing, panels
 from fl_lightning.core.errors import UserError
-from fl_lightning.results.curves import plot_bars, plot_by_client, plot_lines
+from fl_lightning.results.clients import plot_by_client
+from fl_lightning.results.curves import plot_bars, plot_lines
 from fl_lightning.results.papers import PAPERS
 from fl_lightning.results.recipes import Selection, figure, figures
 from fl_lightning.sweeps.reproduction import figure_tasks, select, tasks

@@ -12,8 +12,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from fl_lightning.studies import tuning
-from fl_lightning.studies.page import page
-from fl_lightning.studies.profiles import scores
+from fl_lightning.studies.page import page, scores
 from tests.studies.test_claims import BASE, BETTER, made
 from tests.studies.test_store import DOCS
 

@@ -6,5 +6,7 @@ from .arguments import said_of as said_of
 from .arguments import seeds_of as seeds_of
 from .arguments import without as without
 from .cli import FederatedCLI as FederatedCLI
+from .cli import build_trial as build_trial
+from .cli import check_trial as check_trial
 from .cli import to_continue as to_continue
 from .index import PARTS as PARTS

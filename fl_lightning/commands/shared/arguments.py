@@ -66,9 +66,10 @@ def _afresh(arg: str) -> list[str]:
 
 def lists_classes(value: Any) -> bool:
     """Returns whether a value is a list that names a class."""
-    entries = value if isinstance(value, list) else []
-    names = [each.get("class_path") if isinstance(each, dict) else each for each in entries]
-    return any(re.fullmatch(r"(\w+\.)*[A-Z]\w*", str(name)) for name in names)
+    return isinstance(value, list) and any(
+        re.fullmatch(r"(\w+\.)*[A-Z]\w*", str(each.get("class_path") if isinstance(each, dict) else each))
+        for each in value
+    )
 
 
 def without(args: Sequence[str], *names: str) -> list[str]:
@@ -154,11 +155,11 @@ def _class_or_value(value: Any) -> Any:
 def whole_numbers(args: list[str], message: str) -> list[str]:
     """Writes an integer that is given as 3.0 or 3e0 as 3, if the parser's message is about that."""
     found = re.search(r"Expected an? <class 'int'>\. Got value: (-?\d+)\.0+\s*$", message, re.M)
-    number = re.compile(r"(-?\d+\.0+|-?\d+(\.\d*)?[eE]\+?\d+)")
 
     def written(arg: str) -> str:
         name, _, value = arg.partition("=")
-        return f"{name}={found[1]}" if found and number.fullmatch(value) and float(value) == float(found[1]) else arg
+        is_number = re.fullmatch(r"-?\d+\.0+|-?\d+(\.\d*)?[eE]\+?\d+", value)
+        return f"{name}={found[1]}" if found and is_number and float(value) == float(found[1]) else arg
 
     return [*map(written, args)]
 
@@ -235,8 +236,10 @@ def _loadable(config: Path) -> Path:
         _check_names(f"config = {config}", settings_in(config), settings=True)
     unnamed = only_python(settings_in(config)) if ONLY_PYTHON.search(config.read_text(encoding="utf-8")) else {}
     for key, text in unnamed.items():
-        remedy = "made by a program, and a config cannot; run the program, or name a class of a module"
-        raise UserError(f"config = {config}: {key} = {text:.80}: {remedy}")
+        raise UserError(
+            f"config = {config}: {key} = {text:.80}: made by a program, and a config cannot; run the program, or name "
+            "a class of a module"
+        )
     return config
 
 

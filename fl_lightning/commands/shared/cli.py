@@ -1,9 +1,10 @@
-"""LightningCLI for the federated trainer: one subcommand, its parser, and what its config builds."""
+"""LightningCLI for the federated trainer: one subcommand, its parser, and what its config or a trial builds."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -15,13 +16,16 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
-from fl_lightning import FederatedDataModule, LocalObjective
+from fl_lightning.commands import COMMANDS
 from fl_lightning.commands.shared.arguments import kept, lists_classes, model_of_configs, prepare, settings_in
-from fl_lightning.commands.shared.index import PARTS
+from fl_lightning.commands.shared.index import PARTS, ArgumentsError
+from fl_lightning.commands.shared.messages import explain
 from fl_lightning.commands.shared.parser import INDENT, Command, Parser, readable
 from fl_lightning.core import LEFT_OUT, UserError, ensure, generator, hidden, require
 from fl_lightning.results import config_of, differences, flatten, say
+from fl_lightning.sweeps.trials import Built, Trial, check_alone
 from fl_lightning.trainer import FederatedTrainer, Kind, RunFolder, on_rank_zero
+from fl_lightning.trainer.callbacks.defaults import Ending
 from fl_lightning.trainer.storage import checkpoint
 
 OTHER_RUN = re.compile(r"(model|data|model\.ascent|model\.net(\..*)?|(.*\.)?(rho|seed)) = ")
@@ -30,8 +34,8 @@ OTHER_RUN = re.compile(r"(model|data|model\.ascent|model\.net(\..*)?|(.*\.)?(rho
 
 def to_continue(
     trainer: FederatedTrainer,
-    model: LocalObjective,
-    data: FederatedDataModule,
+    model: fl_lightning.LocalObjective,
+    data: fl_lightning.FederatedDataModule,
     ckpt_path: str | None,
     kind: Kind = "federated",
 ) -> str | None:
@@ -131,8 +135,9 @@ class FederatedParser(Parser, LightningArgumentParser):
         for key, classes in self.null.items():
             before = kwargs.get(base) or {}
             if f"{key}+" in obj and before.get(key) is None:
-                given = {**before, key: [{"class_path": name} for name in classes]}
-                kwargs[base] = Namespace(given)  # type: ignore[no-untyped-call]
+                kwargs[base] = Namespace(  # type: ignore[no-untyped-call]
+                    {**before, key: [{"class_path": name} for name in classes]}
+                )
         return super().parse_object(obj, *args, **kwargs)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
@@ -163,7 +168,7 @@ class FederatedCLI(Command, LightningCLI):
     would take those of a ``lightning.Trainer``. One seed, ``trainer.seed``, takes the place of ``seed_everything``.
 
     Args:
-        command: The subcommand: a module of this folder.
+        command: The subcommand.
         args: Its arguments.
     """
 
@@ -183,7 +188,10 @@ class FederatedCLI(Command, LightningCLI):
     def init_parser(self, **kwargs: Any) -> FederatedParser:
         """Makes an empty parser."""
         parser = FederatedParser(
-            prog=f"fl-lightning {self.command}", description=self.summary, dump_header=["fl_lightning"], **kwargs
+            prog=f"fl-lightning {self.command}",
+            description=COMMANDS[self.command],
+            dump_header=["fl_lightning"],
+            **kwargs,
         )
         parser.add_argument(
             "-c", "--config", action=_Config, help="A YAML file with any of these settings; later ones win."
@@ -203,8 +211,11 @@ class FederatedCLI(Command, LightningCLI):
                     FederatedTrainer, part, instantiate=False, fail_untyped=False, sub_configs=True
                 )
             else:
-                kind = LocalObjective if part == "model" else FederatedDataModule
-                parser.add_lightning_class_args(kind, part, subclass_mode=True)
+                parser.add_lightning_class_args(
+                    fl_lightning.LocalObjective if part == "model" else fl_lightning.FederatedDataModule,
+                    part,
+                    subclass_mode=True,
+                )
 
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:
         """Parses the arguments; an integer may be written as 3.0."""
@@ -261,8 +272,12 @@ class FederatedCLI(Command, LightningCLI):
         text = self.parser.dump(self.config, "yaml", False, False, True)
         config = {key: value for key, value in yaml.safe_load(text).items() if key in PARTS}
         for key, value in flatten(config).items():
-            remedy = "a run folder keeps no secrets; give this one again, as an argument or in another --config"
-            require(not LEFT_OUT.search(value), key, value, remedy)
+            require(
+                not LEFT_OUT.search(value),
+                key,
+                value,
+                "a run folder keeps no secrets; give this one again, as an argument or in another --config",
+            )
         return dict(hidden(config))
 
     def make(self, *args: str, nets: dict[str, torch.nn.Module] | None = None) -> Namespace:
@@ -301,3 +316,53 @@ class FederatedCLI(Command, LightningCLI):
                 f"model = {new}: keeps {', '.join(names)} of the config's {old}; --print_config shows them, "
                 "--model.NAME replaces one"
             )
+
+
+def build_trial(trial: Trial, folder: Path) -> Built:
+    """Makes the run of a trial from its arguments; it prints nothing.
+
+    Raises:
+        UserError: If they are wrong.
+    """
+    own = [f"--trainer.default_root_dir={folder}", f"--trainer.name={trial.name}"]
+    with _explained(trial.command):
+        made = _cli(trial.command).make(*trial.args, *own, "--trainer.enable_progress_bar=false")
+    made.trainer.callbacks = [callback for callback in made.trainer.callbacks if not isinstance(callback, Ending)]
+    return Built(made.trainer, made.model, made.data)
+
+
+def check_trial(trial: Trial) -> dict[str, Any]:
+    """Parses the arguments of a trial, and returns its resolved config.
+
+    Raises:
+        UserError: If they are wrong.
+    """
+    with _explained(trial.command):
+        config = _config(trial.command, trial.args)
+    devices, nodes = config["trainer"]["devices"], config["trainer"]["num_nodes"]
+    check_alone(nodes * devices if isinstance(devices, int) else nodes)
+    return config
+
+
+@contextmanager
+def _explained(command: str) -> Iterator[None]:
+    """Raises what the parser of a subcommand refuses as one line."""
+    try:
+        yield
+    except (ArgumentsError, ValueError) as error:
+        if (line := explain(error, command=command)) is None:
+            raise
+        raise UserError(line) from None
+
+
+@cache
+def _config(command: str, args: tuple[str, ...]) -> dict[str, Any]:
+    cli = _cli(command)
+    cli.parse_arguments(cli.parser, prepare(args))
+    return cli.resolved()
+
+
+@cache
+def _cli(command: str) -> FederatedCLI:
+    """Returns a parser of a subcommand, whose construction takes longer than to parse the arguments of a trial."""
+    return FederatedCLI(command, "--config", "quickstart")

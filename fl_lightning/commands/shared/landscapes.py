@@ -113,11 +113,16 @@ def models_of(run: Run, others: Sequence[str], labels: Sequence[str] = ()) -> di
     Raises:
         UserError: If there is no such checkpoint, it is of another net, or there is not one label for each model.
     """
-    named = len(set(labels)) == len(labels) == len(others) + 1
-    require(not labels or named, "labels", list(labels), "give a name for each model, none twice")
+    require(
+        not labels or len(set(labels)) == len(labels) == len(others) + 1,
+        "labels",
+        list(labels),
+        "give a name for each model, none twice",
+    )
     assert run.checkpoint is not None
-    found = [(run.checkpoint, run.global_model), *(_weights_of(run, other) for other in others)]
-    paths, weights = zip(*found, strict=True)
+    paths, weights = zip(
+        (run.checkpoint, run.global_model), *(_weights_of(run, other) for other in others), strict=True
+    )
     return dict(zip(labels or labels_of(paths), weights, strict=True))
 
 
@@ -176,8 +181,11 @@ class Landscape:
         context = MeasurementContext.between_rounds(run)
         shares = {str(split): context.train(samples, split) for split in splits}
         self.sets: dict[str, Batches] = {name: batches for name, (batches, _, _) in shares.items()}
-        sizes = {name: f"{what}, {n:,} samples" for name, (_, n, what) in shares.items()}
-        self.about: dict[str, Any] = {**sizes, "seed": run.seed, "round": run.rounds_done}
+        self.about: dict[str, Any] = {
+            **{name: f"{what}, {n:,} samples" for name, (_, n, what) in shares.items()},
+            "seed": run.seed,
+            "round": run.rounds_done,
+        }
 
     def options(self, label: str, **protocol: Any) -> dict[str, Any]:
         """Returns the common arguments of the functions of `fl_lightning.flatness.landscape`."""
@@ -212,8 +220,9 @@ class Landscape:
         """
         if self.run.fabric.is_global_zero:
             number = number_of(self.folder, f"{name}.json")
-            plain = {label: result.to_dict() for label, result in results.items()}
-            (self.folder / f"{name}{number}.json").write_text(json_text(plain))
+            (self.folder / f"{name}{number}.json").write_text(
+                json_text({label: result.to_dict() for label, result in results.items()})
+            )
             rows = [{"model": label, **row} for label, result in results.items() for row in result.rows()]
             write_table(self.folder / f"{name}{number}.csv", rows[0], [row.values() for row in rows])
             save_figures(self.run, self.folder, figures, number, "landscape/")

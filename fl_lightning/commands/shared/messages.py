@@ -152,10 +152,6 @@ def _unknown_class_of_help(refusal: _Refusal, match: re.Match[str]) -> str:
     return f"{path}.help = {unknown_class(path, match[2], '').partition(' = ')[2]}"
 
 
-def _unknown_class(refusal: _Refusal, match: re.Match[str]) -> str:
-    return unknown_class(refusal.path, match[1], refusal.message[: match.start()].rpartition("Parser key")[2])
-
-
 def _unrecognized(refusal: _Refusal, match: re.Match[str]) -> str:
     (dashes, name, value), command = match.groups(), refusal.command
     if dashes == "--":
@@ -260,7 +256,12 @@ RULES: tuple[tuple[str, Callable[[_Refusal, re.Match[str]], str | None]], ...] =
     (r"Given value: (?:.*?(?:'class_path': |val=)')?([A-Za-z_][\w.]*\.[A-Z]\w*)", _failed_import),
     (r"Problem with given class_path '([\w.]+)':\s+(.*)", _problem_of_a_class),
     (r"-(?:-([\w.]+))?\.help: .*import path string: *(.*)", _unknown_class_of_help),
-    (r"import path (?:string|format): *(.*)", _unknown_class),
+    (
+        r"import path (?:string|format): *(.*)",
+        lambda refusal, match: unknown_class(
+            refusal.path, match[1], refusal.message[: match.start()].rpartition("Parser key")[2]
+        ),
+    ),
     (
         r"(?:Option|accept option) '([^']+)'",
         lambda refusal, match: unknown_option(refusal.above, match[1], refusal.message),
@@ -307,8 +308,10 @@ def _classless(path: str, message: str) -> str | None:
     """Returns the line for settings of a class without the class, at the key where the parser fails."""
     value = first_of(r"Given value: (\{.*\})$", message)
     names = re.findall(r"'(\w+)': ", value.replace("'init_args': {", ""))
-    choices = [kind for kind in fitting_classes(path, ()) if {*names} & setting_names(kind)]
-    choices.sort(key=lambda kind: -len({*names} & setting_names(kind)))
+    choices = sorted(
+        (kind for kind in fitting_classes(path, ()) if {*names} & setting_names(kind)),
+        key=lambda kind: -len({*names} & setting_names(kind)),
+    )
     if not choices or "'class_path'" in value:
         return None
     form = f"{{class_path: NAME, init_args: ...}}, such as {' or '.join(choices[:3])}"

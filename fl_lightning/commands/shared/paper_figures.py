@@ -11,36 +11,28 @@ from fl_lightning.results import (
     EVALUATED,
     MEASURED,
     PaperFigure,
+    average,
+    clients,
     clients_of,
     config_of,
+    curves,
+    last_measurements,
+    metrics,
     our_number,
     plot_bars,
     plot_by_client,
     plot_corruptions,
     plot_lines,
+    read_run,
     say,
     summarise,
-)
-from fl_lightning.results.clients import FILE as CLIENTS
-from fl_lightning.results.curves import draw_curves, read
-from fl_lightning.results.metrics import (
-    FILE,
-    average,
-    last_measurements,
-    read_measurements,
-    read_metrics,
-    read_numbers,
     write_table,
 )
-from fl_lightning.results.metrics import label as named
 from fl_lightning.sweeps.reproduction import Task, column, value
 from fl_lightning.trainer import RunFolder
 
 Made = Mapping[Task, Sequence[Path]]
 """The run folders of each task, one for each seed."""
-LANDSCAPES = ("surface", "plane", "perturbation", "trajectory")
-SPENT = ("client/passes", "comm/total_bits")
-"""Metrics that count from the start of a run."""
 
 
 def draw(figure: PaperFigure, made: Made, folder: Path, points: int | None) -> list[Path]:
@@ -67,7 +59,7 @@ def draw(figure: PaperFigure, made: Made, folder: Path, points: int | None) -> l
         beside = {task: runs for task, runs in made.items() if task.recipe.command == "centralized"}
         for title, shown in panels({task: runs for task, runs in made.items() if task not in beside}).items():
             place = folder / title.replace("/", "of").replace(", ", "_")
-            if figure.draws in (*LANDSCAPES, "line"):
+            if figure.draws in ("surface", "plane", "perturbation", "trajectory", "line"):
                 _landscape(figure, {label: runs[0] for label, runs in shown.items()}, place, points)
             elif figure.draws == "curves":
                 save_figure(_curves(figure, shown, beside), place / figure.draws)
@@ -124,8 +116,8 @@ def _alone(run: Path, images: str) -> int:
 
 def _title(figure: PaperFigure) -> str:
     if figure.value in EVALUATED:
-        return f"{named(EVALUATED[figure.value])} (%)"
-    return named(f"flatness/{MEASURED[figure.value][0] if figure.value in MEASURED else figure.value}")
+        return f"{metrics.label(EVALUATED[figure.value])} (%)"
+    return metrics.label(f"flatness/{MEASURED[figure.value][0] if figure.value in MEASURED else figure.value}")
 
 
 def _numbers(figure: PaperFigure, made: Made, folder: Path) -> dict[Task, list[float]]:
@@ -172,7 +164,7 @@ def _places(made: Made) -> list[str]:
 
 def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]], beside: Made) -> Figure:
     """Draws curves of the runs, and how centralized ones end as dashed lines."""
-    groups = read({label: [folder / FILE for folder in folders] for label, folders in runs.items()})
+    groups = {label: [read_run(folder) for folder in folders] for label, folders in runs.items()}
     for label, columns in groups.items():
         for name in figure.metrics:
             ensure(
@@ -183,7 +175,7 @@ def _curves(figure: PaperFigure, runs: Mapping[str, Sequence[Path]], beside: Mad
         f"centralized {task.cells[0].algorithm}": average([summarise(run).mean for run in own])
         for task, own in beside.items()
     }
-    return draw_curves(groups, figure.metrics, levels=levels)
+    return curves.draw_curves(groups, figure.metrics, levels=levels)
 
 
 def _spectrum(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
@@ -203,11 +195,15 @@ def _clients(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:
 def _by_client(run: Path, name: str) -> dict[int, list[tuple[float, float]]]:
     """Returns rounds and values of each client: its accuracy, or a measure of the local models."""
     if name == "accuracy":
-        _, rows = read_numbers(run / CLIENTS, "clients", "round", "client")
+        _, rows = metrics.read_numbers(run / clients.FILE, "clients", "round", "client")
         return grouped((int(row["client"]), (row["round"], row["acc"])) for row in rows)
-    measured = [one for one in read_measurements(run) if one["name"] == name]
-    values = ((int(k), one["round"], x) for one in measured for k, x in one["details"]["clients"].items())
-    return grouped((k, (t, x)) for k, t, x in values if x is not None)
+    return grouped(
+        (int(k), (one["round"], x))
+        for one in metrics.read_measurements(run)
+        if one["name"] == name
+        for k, x in one["details"]["clients"].items()
+        if x is not None
+    )
 
 
 def _cost(figure: PaperFigure, made: Made, folder: Path) -> Figure:
@@ -216,8 +212,10 @@ def _cost(figure: PaperFigure, made: Made, folder: Path) -> Figure:
     for runs in panels(made).values():
         target = average([summarise(run).mean for run in runs["FedAvg"]])
         for label, (run, *_) in runs.items():
-            found, reached = read_metrics(run / FILE), summarise(run, target=target).target_round
-            passes, bits = ([y for at, y in found[name] if at <= (reached or 0)] for name in SPENT)
+            found, reached = read_run(run), summarise(run, target=target).target_round
+            passes, bits = (  # since the start of the run
+                [y for at, y in found[name] if at <= (reached or 0)] for name in ("client/passes", "comm/total_bits")
+            )
             lines.setdefault(label, []).extend([(passes[-1], [bits[-1] / 8e9])] if reached else [])
     most = max(map(len, lines.values()))
     shown = {
@@ -234,8 +232,9 @@ def _corruptions(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Fig
         kind, data = value(config, "data.class_path").rpartition(".")[2], value(config, "data.data_dir")
         files = Path(data or "data") / f"{kind.replace('CIFAR', 'CIFAR-')}-C"
         if not (out := run / "corruptions" / "corruptions.csv").is_file():
-            given = (f"--folder={files}", f"--ckpt_path={RunFolder(run).last}", f"--out={out.parent}")
-            FederatedCLI("corruptions", *given).run()
+            FederatedCLI(
+                "corruptions", f"--folder={files}", f"--ckpt_path={RunFolder(run).last}", f"--out={out.parent}"
+            ).run()
         found[label] = out
     return plot_corruptions(found)
 

@@ -19,6 +19,7 @@ import yaml
 from docstring_parser import parse
 from jsonargparse import ArgumentParser, get_loader, set_loader
 
+from fl_lightning.commands import COMMANDS, function_of
 from fl_lightning.commands.shared.arguments import (
     config_names,
     find_config,
@@ -113,16 +114,15 @@ class Command:
     """A subcommand: the parser that the parameters of its ``run`` make, and its parsed arguments, ``config``.
 
     Args:
-        command: Its name: that of a module of the folder above.
+        command: Its name.
         args: Its arguments.
     """
 
     needs: tuple[str, ...] = ()
 
     def __init__(self, command: str, *args: str) -> None:
-        module = import_module(f"fl_lightning.commands.{command}")
-        self.command, self.function, self.summary = command, module.run, module.SUMMARY
-        self.parameters = inspect.signature(module.run, eval_str=True).parameters
+        self.command, self.function = command, function_of(command)
+        self.parameters = inspect.signature(self.function, eval_str=True).parameters
         self.flags = {name: p.default for name, p in self.parameters.items() if p.annotation is bool}
         spelled = {f"--{each}" for name in self.flags for each in (name, name.replace("_", "-"))}
         self.args = own = [  # a flag stands alone, or before true or false: what else follows is an argument of its own
@@ -149,7 +149,7 @@ class Command:
 
     def init_parser(self, **kwargs: Any) -> Any:
         """Makes an empty parser."""
-        return Parser(prog=f"fl-lightning {self.command}", description=self.summary, **kwargs)
+        return Parser(prog=f"fl-lightning {self.command}", description=COMMANDS[self.command], **kwargs)
 
     def add_arguments_to_parser(self, parser: ArgumentParser) -> None:
         """Adds the subcommand's own arguments."""
