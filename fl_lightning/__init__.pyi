@@ -48,6 +48,7 @@ from .algorithms.base import LocalObjective as LocalObjective
 from .algorithms.parts.adaptive import AdamW as AdamW
 from .algorithms.parts.adaptive import Lion as Lion
 from .algorithms.parts.adaptive import Muon as Muon
+from .algorithms.parts.adaptive import TorchOptimizer as TorchOptimizer
 from .algorithms.parts.ascent import ASAM as ASAM
 from .algorithms.parts.ascent import LESAM as LESAM
 from .algorithms.parts.ascent import SAM as SAM
@@ -72,7 +73,6 @@ from .algorithms.parts.server_optimizers import ServerAdam as ServerAdam
 from .algorithms.parts.server_optimizers import ServerMomentum as ServerMomentum
 from .algorithms.parts.server_optimizers import ServerUpdate as ServerUpdate
 from .algorithms.parts.server_optimizers import ServerYogi as ServerYogi
-from .algorithms.parts.torch_optimizer import TorchOptimizer as TorchOptimizer
 from .commands.export import load_net as load_net
 from .core.errors import UserError as UserError
 from .core.losses import PixelCrossEntropy as PixelCrossEntropy

@@ -1,6 +1,7 @@
 from .adaptive import AdamW as AdamW
 from .adaptive import Lion as Lion
 from .adaptive import Muon as Muon
+from .adaptive import TorchOptimizer as TorchOptimizer
 from .ascent import SAM as SAM
 from .ascent import Ascent as Ascent
 from .ascent import warm_up as warm_up
@@ -31,4 +32,3 @@ from .personal import Ditto as Ditto
 from .personal import Personal as Personal
 from .server_optimizers import ServerMomentum as ServerMomentum
 from .server_optimizers import ServerUpdate as ServerUpdate
-from .torch_optimizer import TorchOptimizer as TorchOptimizer
