@@ -174,7 +174,7 @@ OPTIONAL = (
     "rules",
     "faults",
     "privacy",
-    "torch_optimizer",
+    "adaptive",
     "augment",
     "minibatches",
 )

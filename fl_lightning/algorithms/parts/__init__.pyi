@@ -5,8 +5,6 @@ from .adaptive import TorchOptimizer as TorchOptimizer
 from .ascent import SAM as SAM
 from .ascent import Ascent as Ascent
 from .ascent import warm_up as warm_up
-from .averaging import Averaging as Averaging
-from .averaging import RelaxedInit as RelaxedInit
 from .base import Direction as Direction
 from .base import Further as Further
 from .base import Gradient as Gradient
@@ -30,5 +28,7 @@ from .local_optimizer import Take as Take
 from .man import MAN as MAN
 from .personal import Ditto as Ditto
 from .personal import Personal as Personal
-from .server_optimizers import ServerMomentum as ServerMomentum
-from .server_optimizers import ServerUpdate as ServerUpdate
+from .server import Averaging as Averaging
+from .server import RelaxedInit as RelaxedInit
+from .server import ServerMomentum as ServerMomentum
+from .server import ServerUpdate as ServerUpdate
