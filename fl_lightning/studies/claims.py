@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fl_lightning.core import ensure
-from fl_lightning.core.options import fits
+from fl_lightning.core.forms import fits
 from fl_lightning.results import markdown
 from fl_lightning.results.compare import Difference, Group, apart, compare, interval
 from fl_lightning.results.rows import ROWS, Store

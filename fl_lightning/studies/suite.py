@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 import yaml
 
 from fl_lightning.core import UserError, ensure, folded, require
-from fl_lightning.core.options import Interval, check_values, fits
+from fl_lightning.core.forms import Interval, fits
+from fl_lightning.core.options import check_values
 from fl_lightning.results import load_yaml
 from fl_lightning.results.compare import Group
 from fl_lightning.results.rows import ABOUT
@@ -122,7 +123,7 @@ def written(path: Path, forms: Mapping[str, tuple[Any, str]], like: str) -> dict
 
     Args:
         path: The file.
-        forms: By key, the form of its value (see `fl_lightning.core.options.fits`) and what to give; a key that ends
+        forms: By key, the form of its value (see `fl_lightning.core.forms.fits`) and what to give; a key that ends
             in ``?`` may be missing, and other keys are free.
         like: An example of such a file.
 
