@@ -239,5 +239,4 @@ def _takes(given: Signature, wanted: Signature) -> bool:
 
 
 def _text(of: Signature) -> str:
-    bare = [p.replace(annotation=Parameter.empty) for p in of.parameters.values()]
-    return str(Signature(bare))
+    return str(Signature([p.replace(annotation=Parameter.empty) for p in of.parameters.values()]))

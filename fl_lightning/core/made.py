@@ -84,8 +84,7 @@ class Made:
     def of(cls, owner: object) -> "Made":
         """Returns how an object was made; of one that has not noted it, the attributes that its constructor names."""
         if MADE not in vars(owner):
-            named = (name for name in signature(type(owner)).parameters if name in vars(owner))
-            own = {name: vars(owner)[name] for name in named}
+            own = {name: vars(owner)[name] for name in signature(type(owner)).parameters if name in vars(owner)}
             return cls(own, own)
         return vars(owner)[MADE]  # type: ignore[no-any-return]
 
@@ -332,9 +331,8 @@ class Watched:
 
 def _inside(owner: object) -> dict[str, list[Any]]:
     """Returns what differs after attributes have been changed in place: tensors, and public lists and mappings."""
-    items = vars(owner).items()
     # a look at the class is faster than isinstance, which asks the class of tensors
-    return {n: _held(v) for n, v in items if issubclass(type(v), Tensor if n[0] == "_" else CHANGEABLE)}
+    return {n: _held(v) for n, v in vars(owner).items() if issubclass(type(v), Tensor if n[0] == "_" else CHANGEABLE)}
 
 
 def _held(value: Any, inside: bool = True) -> list[Any]:
