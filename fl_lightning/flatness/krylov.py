@@ -13,9 +13,6 @@ from torch import Tensor
 from fl_lightning.core import ensure
 from fl_lightning.flatness.functional import Progress
 
-Matvec = Callable[[Tensor], Tensor]
-"""v -> A v, from ``(d,)`` to ``(d,)``."""
-
 COLUMNS = 2**16
 """A restart mixes this many columns of the basis at a time, so that it needs no second basis."""
 
@@ -98,7 +95,7 @@ class Lanczos:
     eigenvalue may be counted once.
 
     Args:
-        matvec: The matrix.
+        matvec: The matrix: v -> A v, from ``(d,)`` to ``(d,)``.
         random: Returns a random vector ``(d,)`` at each call.
         wanted: Number of the algebraically largest eigenvalues to find.
         size: Maximum number of basis vectors kept, more than ``wanted``; at most d are kept.
@@ -117,7 +114,7 @@ class Lanczos:
 
     def __init__(
         self,
-        matvec: Matvec,
+        matvec: Callable[[Tensor], Tensor],
         random: Callable[[], Tensor],
         wanted: int,
         size: int,
