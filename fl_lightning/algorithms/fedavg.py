@@ -5,14 +5,15 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.drift import check_fresh_momentum, effective_steps
-from fl_lightning.algorithms.parts.server import (
+from fl_lightning.algorithms.parts import (
     Averaging,
     LastTwo,
     ServerAdagrad,
     ServerAdam,
     ServerMomentum,
     ServerYogi,
+    check_fresh_momentum,
+    effective_steps,
 )
 from fl_lightning.core import (
     ClientContext,

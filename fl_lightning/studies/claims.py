@@ -12,8 +12,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fl_lightning.core import ensure
-from fl_lightning.core.forms import fits
+from fl_lightning.core import ensure, fits
 from fl_lightning.results import markdown
 from fl_lightning.results.compare import Difference, Group, apart, compare, interval
 from fl_lightning.results.rows import ROWS, Store

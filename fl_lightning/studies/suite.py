@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 
-from fl_lightning.core import UserError, ensure, folded, require
-from fl_lightning.core.forms import Interval, fits
-from fl_lightning.core.options import check_values
+from fl_lightning.core import Interval, UserError, check_values, ensure, fits, folded, require
 from fl_lightning.results import load_yaml
 from fl_lightning.results.compare import Group
 from fl_lightning.results.rows import ABOUT

@@ -2,6 +2,7 @@ from .adaptive import AdamW as AdamW
 from .adaptive import Lion as Lion
 from .adaptive import Muon as Muon
 from .adaptive import TorchOptimizer as TorchOptimizer
+from .ascent import LESAM as LESAM
 from .ascent import SAM as SAM
 from .ascent import Ascent as Ascent
 from .ascent import warm_up as warm_up
@@ -29,6 +30,10 @@ from .man import MAN as MAN
 from .personal import Ditto as Ditto
 from .personal import Personal as Personal
 from .server import Averaging as Averaging
+from .server import LastTwo as LastTwo
 from .server import RelaxedInit as RelaxedInit
+from .server import ServerAdagrad as ServerAdagrad
+from .server import ServerAdam as ServerAdam
 from .server import ServerMomentum as ServerMomentum
 from .server import ServerUpdate as ServerUpdate
+from .server import ServerYogi as ServerYogi
