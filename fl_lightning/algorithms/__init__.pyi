@@ -10,6 +10,7 @@ from .fedavg import FedNova as FedNova
 from .fedavg import FedYogi as FedYogi
 from .fedcm import FedCM as FedCM
 from .fedcm import MoFedSAM as MoFedSAM
+from .feddecorr import FedDecorr as FedDecorr
 from .feddyn import AFedPD as AFedPD
 from .feddyn import FedDyn as FedDyn
 from .fedgf import FedGF as FedGF
@@ -40,7 +41,6 @@ from .fedspeed import FedTOGA as FedTOGA
 from .fedswa import FedMoSWA as FedMoSWA
 from .fedswa import FedSWA as FedSWA
 from .moon import MOON as MOON
-from .moon import FedDecorr as FedDecorr
 from .scaffold import SCAFFOLD as SCAFFOLD
 from .scaffold import FedGAMMA as FedGAMMA
 from .scaffold import FedWMSAM as FedWMSAM
