@@ -5,14 +5,13 @@ from .fedavg import FedAdagrad as FedAdagrad
 from .fedavg import FedAdam as FedAdam
 from .fedavg import FedAvg as FedAvg
 from .fedavg import FedAvgM as FedAvgM
-from .fedavg import FedExP as FedExP
-from .fedavg import FedNova as FedNova
 from .fedavg import FedYogi as FedYogi
 from .fedcm import FedCM as FedCM
 from .fedcm import MoFedSAM as MoFedSAM
 from .feddecorr import FedDecorr as FedDecorr
 from .feddyn import AFedPD as AFedPD
 from .feddyn import FedDyn as FedDyn
+from .fedexp import FedExP as FedExP
 from .fedgf import FedGF as FedGF
 from .fedgloss import FedGloSS as FedGloSS
 from .fedgloss import NaiveFedGloSS as NaiveFedGloSS
@@ -23,8 +22,8 @@ from .fedlc import FedLC as FedLC
 from .fedmuon import FedAdamW as FedAdamW
 from .fedmuon import FedMuon as FedMuon
 from .fedmuon import LocalMuon as LocalMuon
+from .fednova import FedNova as FedNova
 from .fedntd import FedNTD as FedNTD
-from .fedntd import FedSOL as FedSOL
 from .fedprox import FedProx as FedProx
 from .fedsam import FedASAM as FedASAM
 from .fedsam import FedLESAM as FedLESAM
@@ -35,14 +34,15 @@ from .fedscar import FedScar as FedScar
 from .fedscar import FedScar4 as FedScar4
 from .fedscar import FedScarl as FedScarl
 from .fedsmoo import FedSMOO as FedSMOO
+from .fedsol import FedSOL as FedSOL
 from .fedspeed import AFedPDSAM as AFedPDSAM
 from .fedspeed import FedSpeed as FedSpeed
-from .fedspeed import FedTOGA as FedTOGA
 from .fedswa import FedMoSWA as FedMoSWA
 from .fedswa import FedSWA as FedSWA
+from .fedtoga import FedTOGA as FedTOGA
+from .fedwmsam import FedWMSAM as FedWMSAM
 from .moon import MOON as MOON
 from .scaffold import SCAFFOLD as SCAFFOLD
 from .scaffold import FedGAMMA as FedGAMMA
-from .scaffold import FedWMSAM as FedWMSAM
 
 __all__: list[str]

@@ -13,9 +13,8 @@ from fl_lightning.engine.contract import contract_of
 
 WIRE = "Each name on the wire is one model (d numbers) per participating client and phase, unless it says otherwise."
 PAGES = {
-    "AFedPD": "afedpd", "AFedPDSAM": "afedpd", "FedAdamW": "fedadamw", "FedExP": "fedexp", "FedLESAM": "fedlesam",
-    "FedLESAMD": "fedlesam", "FedLESAMS": "fedlesam", "FedNova": "fednova", "FedNSAM": "fednsam", "FedSOL": "fedsol",
-    "FedTOGA": "fedtoga", "FedWMSAM": "fedwmsam", "STildeAM": "stildeam",
+    "AFedPD": "afedpd", "AFedPDSAM": "afedpd", "FedAdamW": "fedadamw", "FedLESAM": "fedlesam", "FedLESAMD": "fedlesam",
+    "FedLESAMS": "fedlesam", "FedNSAM": "fednsam", "STildeAM": "stildeam",
 }  # fmt: skip
 """Pages of algorithms that stand in the module of another page."""
 HEADS = (
