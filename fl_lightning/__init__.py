@@ -4,7 +4,7 @@ Every class that a config or a script needs can be imported from here. ``__init_
 on first use, so ``import fl_lightning`` is quick.
 """
 
-from fl_lightning.core.lazy import lazy
+from fl_lightning.core.errors import lazy
 
 __version__ = "0.3.0"
 

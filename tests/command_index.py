@@ -24,7 +24,8 @@ from fl_lightning.commands.main import command_of
 from fl_lightning.commands.shared.cli import FederatedParser
 from fl_lightning.commands.shared.index import FILE, PARTS
 from fl_lightning.commands.shared.parser import Command
-from fl_lightning.core.options import UNIONS, Checked, Interval
+from fl_lightning.core.forms import UNIONS, Interval
+from fl_lightning.core.options import Checked
 from fl_lightning.engine.catalogue import HEADS, WIRE, entries
 from fl_lightning.trainer.trainer import FederatedTrainer
 

@@ -43,7 +43,7 @@ def between(start: str, end: str, content: Callable[[], str]) -> Renewal:
 
 def modules() -> list[str]:
     """The modules of the algorithms."""
-    return sorted({entry.page.removesuffix(".md") for entry in catalogue.entries()})
+    return sorted({getattr(algorithms, name).__module__.rpartition(".")[2] for name in algorithms.__all__})
 
 
 def references() -> str:

@@ -1,8 +1,6 @@
 from .adabest import AdaBest as AdaBest
-from .afedpd import AFedPD as AFedPD
-from .afedpd import AFedPDSAM as AFedPDSAM
 from .fedacg import FedACG as FedACG
-from .fedadamw import FedAdamW as FedAdamW
+from .fedacg import FedNSAM as FedNSAM
 from .fedavg import FedAdagrad as FedAdagrad
 from .fedavg import FedAdam as FedAdam
 from .fedavg import FedAvg as FedAvg
@@ -11,30 +9,33 @@ from .fedavg import FedYogi as FedYogi
 from .fedcm import FedCM as FedCM
 from .fedcm import MoFedSAM as MoFedSAM
 from .feddecorr import FedDecorr as FedDecorr
+from .feddyn import AFedPD as AFedPD
 from .feddyn import FedDyn as FedDyn
 from .fedexp import FedExP as FedExP
 from .fedgf import FedGF as FedGF
 from .fedgloss import FedGloSS as FedGloSS
 from .fedgloss import NaiveFedGloSS as NaiveFedGloSS
+from .fedgloss import STildeAM as STildeAM
 from .fedgmt import FedGMT as FedGMT
 from .fedgmt import FedGMTv2 as FedGMTv2
 from .fedlc import FedLC as FedLC
-from .fedlesam import FedLESAM as FedLESAM
-from .fedlesam import FedLESAMD as FedLESAMD
-from .fedlesam import FedLESAMS as FedLESAMS
+from .fedmuon import FedAdamW as FedAdamW
 from .fedmuon import FedMuon as FedMuon
 from .fedmuon import LocalMuon as LocalMuon
 from .fednova import FedNova as FedNova
-from .fednsam import FedNSAM as FedNSAM
 from .fedntd import FedNTD as FedNTD
 from .fedprox import FedProx as FedProx
 from .fedsam import FedASAM as FedASAM
+from .fedsam import FedLESAM as FedLESAM
+from .fedsam import FedLESAMD as FedLESAMD
+from .fedsam import FedLESAMS as FedLESAMS
 from .fedsam import FedSAM as FedSAM
 from .fedscar import FedScar as FedScar
 from .fedscar import FedScar4 as FedScar4
 from .fedscar import FedScarl as FedScarl
 from .fedsmoo import FedSMOO as FedSMOO
 from .fedsol import FedSOL as FedSOL
+from .fedspeed import AFedPDSAM as AFedPDSAM
 from .fedspeed import FedSpeed as FedSpeed
 from .fedswa import FedMoSWA as FedMoSWA
 from .fedswa import FedSWA as FedSWA
@@ -43,6 +44,5 @@ from .fedwmsam import FedWMSAM as FedWMSAM
 from .moon import MOON as MOON
 from .scaffold import SCAFFOLD as SCAFFOLD
 from .scaffold import FedGAMMA as FedGAMMA
-from .stildeam import STildeAM as STildeAM
 
 __all__: list[str]

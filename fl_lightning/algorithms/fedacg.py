@@ -1,12 +1,12 @@
-"""FedACG: clients start where the server's momentum leads."""
+"""FedACG and FedNSAM: clients start where the server's momentum leads, or take the gradient there."""
 
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts import Gradient, ServerMomentum, Step, prox_pull
-from fl_lightning.core import ClientContext, Fraction, NonNegative, RoundContext, State, Weighting
+from fl_lightning.algorithms.parts import SAM, Ascent, Gradient, ServerMomentum, Step, prox_pull
+from fl_lightning.core import ClientContext, Fraction, NonNegative, RoundContext, State, Weighting, to_radius
 
 
 class LookAhead(LocalObjective):
@@ -58,3 +58,53 @@ class FedACG(LookAhead):
         """``g + beta (v - start)``, where training starts at the look-ahead."""
         pull = prox_pull(w, client.start, self.beta if self.prox == "half" else 2 * self.beta)
         return self.local_gradient(w, grad, client, received, ctx) + pull, client
+
+
+class AlongMomentum(Ascent):
+    """Look-ahead and ascent as one displacement ``gamma m - rho m / ||m||``, the same in all steps of a round.
+
+    Args:
+        gamma: Factor of the look-ahead.
+        rho: Radius of the ascent.
+        eps: Added to the norm.
+    """
+
+    down = ("server_v",)
+
+    def __init__(self, gamma: Fraction, rho: NonNegative, eps: NonNegative = 1e-7) -> None:
+        self.gamma, self.rho, self.eps = gamma, rho, eps
+
+    def __call__(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Tensor:
+        uphill = received.server_v  # -m
+        return to_radius(uphill, self.rho, self.eps) - self.gamma * uphill
+
+
+class FedNSAM(LookAhead):
+    """Nesterov's look-ahead for SAM.
+
+    Args:
+        net: The network.
+        gamma: Server momentum.
+        rho: Radius of the ascent.
+        along: The ascent: along the local gradient at the look-ahead, where clients start (the authors' present
+            program); or along the momentum, with clients that start at w (the abstract, and their first program).
+        **kwargs: As for `LocalObjective`.
+    """
+
+    paper = "Liu et al., 2026 (arXiv:2602.23827)"
+
+    def __init__(
+        self,
+        net: nn.Module,
+        gamma: Fraction = 0.85,
+        rho: NonNegative = 0.05,
+        along: Literal["gradient", "momentum"] = "gradient",
+        **kwargs: Any,
+    ) -> None:
+        ascent = SAM(rho) if along == "gradient" else AlongMomentum(gamma, rho)
+        super().__init__(net, gamma, ascent=ascent, **kwargs)
+        self.along = along
+
+    def broadcast(self, server: State, ctx: RoundContext) -> State:
+        """``w + gamma m``; along the momentum w itself, and m."""
+        return super().broadcast(server, ctx) if self.along == "gradient" else server

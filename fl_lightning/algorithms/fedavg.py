@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.server_optimizers import ServerAdagrad, ServerAdam, ServerMomentum, ServerYogi
+from fl_lightning.algorithms.parts import ServerAdagrad, ServerAdam, ServerMomentum, ServerYogi
 from fl_lightning.core import Fraction, Positive
 
 

@@ -1,4 +1,4 @@
-"""FedDyn, in ADMM form; base class of the methods with its duals."""
+"""FedDyn, in ADMM form; base class of the methods with its duals. A-FedPD, which moves those of absent clients, too."""
 
 from typing import Any, Literal
 
@@ -127,3 +127,18 @@ class FedDyn(LocalObjective):
         lam, server = self.server_dual(server, sent, uploads, ctx), self.move_unseen(server, sent, uploads)
         server = super().server_step(server, sent, uploads, ctx)
         return server.replace(w=server.w - self.beta * lam, lam=lam)
+
+
+class AFedPD(FedDyn):
+    """FedDyn in which the dual of an absent client moves like the cohort's mean.
+
+    Args:
+        net: The network.
+        absent: As for `FedDyn`; kept is FedDyn.
+        **kwargs: As for `FedDyn`.
+    """
+
+    paper = "Sun et al., NeurIPS 2024"
+
+    def __init__(self, net: nn.Module, absent: Literal["kept", "virtual"] = "virtual", **kwargs: Any) -> None:
+        super().__init__(net, absent=absent, **kwargs)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.parts.averaging import Averaging, LastTwo
+from fl_lightning.algorithms.parts.server import Averaging, LastTwo
 from fl_lightning.core import ClientContext, NonNegative, RoundContext, State, Upload, Uploads, Weighting, norm
 
 TINY = 1e-30

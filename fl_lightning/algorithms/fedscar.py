@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.feddyn import FedDyn
 from fl_lightning.algorithms.hooks import Sum
-from fl_lightning.algorithms.parts import Gradient, Step
-from fl_lightning.algorithms.parts.ascent import LESAM, SAM
+from fl_lightning.algorithms.parts import LESAM, SAM, Gradient, Step
 from fl_lightning.core import (
     ClientContext,
     NonNegative,

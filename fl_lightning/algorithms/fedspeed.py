@@ -1,11 +1,11 @@
-"""FedSpeed."""
+"""FedSpeed, and A-FedPDSAM with A-FedPD's duals."""
 
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.algorithms.feddyn import FedDyn
+from fl_lightning.algorithms.feddyn import AFedPD, FedDyn
 from fl_lightning.algorithms.parts.base import Gradient, Step
 from fl_lightning.core import (
     EPS,
@@ -70,3 +70,25 @@ class FedSpeed(FedDyn):
         if self.dual_agg == "all":
             return super().server_step(server, sent, uploads, ctx)
         return LocalObjective.server_step(self, self.move_unseen(server, sent, uploads), sent, uploads, ctx)
+
+
+class AFedPDSAM(FedSpeed):
+    """FedSpeed with A-FedPD's duals: the clients of A-FedPD run SAM.
+
+    Args:
+        net: The network.
+        absent: As for `AFedPD`; kept is FedSpeed.
+        eps: As for `FedSpeed`.
+        **kwargs: As for `FedSpeed`.
+    """
+
+    paper = AFedPD.paper
+
+    def __init__(
+        self,
+        net: nn.Module,
+        absent: Literal["kept", "virtual"] = "virtual",
+        eps: NonNegative = 1e-7,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, absent=absent, eps=eps, **kwargs)

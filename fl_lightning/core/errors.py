@@ -1,10 +1,14 @@
-"""Exceptions with a message for the user; names that are meant by wrong ones, and methods with other arguments."""
+"""Exceptions with a message for the user; names of packages and mappings, and those meant by wrong ones; overrides."""
 
+import ast
 import difflib
-from collections.abc import Iterable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -125,6 +129,37 @@ OF_LIGHTNING = {
 """What takes the place of a callback of Lightning, by the name of that callback."""
 
 
+class UnknownNameError(AttributeError):
+    """Names that are alike are searched when they are read: parsers ask packages for hundreds of names."""
+
+    def __str__(self) -> str:
+        package, name, known = self.args
+        hint = f"; did you mean {' or '.join(near)}?" if (near := similar(name, known, cutoff=0.8)) else ""
+        return f"module '{package}' has no attribute '{name}'{hint}"
+
+
+def lazy(package: str, file: str) -> tuple[Callable[[str], object], list[str]]:
+    """Returns ``__getattr__`` and ``__all__`` of a package: the names that its ``__init__.pyi`` imports.
+
+    Args:
+        package: The package's ``__name__``.
+        file: Its ``__file__``.
+    """
+    lines = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    imports = [line for line in lines if isinstance(line, ast.ImportFrom)]
+    module_of = {name.name: f"{'.' * line.level}{line.module}" for line in imports for name in line.names}
+
+    def load(name: str) -> object:
+        if name in module_of:
+            with warnings.catch_warnings():  # of tqdm, which other packages import, in a notebook without ipywidgets
+                warnings.filterwarnings("ignore", "IProgress not found")
+                found = getattr(import_module(module_of[name], package), name)
+            return vars(sys.modules[package]).setdefault(name, found)  # the parser asks for each a thousand times
+        raise UnknownNameError(package, name, module_of)
+
+    return load, [*module_of]
+
+
 class UnknownKeyError(KeyError):
     """A name that a mapping lacks, with those that it has: all are searched when the message is read."""
 
@@ -204,5 +239,4 @@ def _takes(given: Signature, wanted: Signature) -> bool:
 
 
 def _text(of: Signature) -> str:
-    bare = [p.replace(annotation=Parameter.empty) for p in of.parameters.values()]
-    return str(Signature(bare))
+    return str(Signature([p.replace(annotation=Parameter.empty) for p in of.parameters.values()]))

@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from fl_lightning.core.errors import UnwrittenError, UserError, ensure
-from fl_lightning.core.options import fits
+from fl_lightning.core.forms import fits
 
 MARK = b"fl_lightning"
 """Precedes the checksum, a CRC-32 of all bytes before both, at the end of a file."""
@@ -206,7 +206,7 @@ def read_json(path: Path, form: Any, empty: Any = None) -> Any:
 
     Args:
         path: The file.
-        form: The annotation that its content must fit, see `fl_lightning.core.options.fits`.
+        form: The annotation that its content must fit, see `fl_lightning.core.forms.fits`.
         empty: An empty content.
 
     Raises:

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import require
-from fl_lightning.core.options import Checked, Interval
+from fl_lightning.core.forms import Interval
+from fl_lightning.core.options import Checked
 
 
 def kl_to_teacher(logits: Tensor, teacher: Tensor, tau: float = 1.0, tau2: bool = True) -> Tensor:

@@ -84,8 +84,7 @@ class Made:
     def of(cls, owner: object) -> "Made":
         """Returns how an object was made; of one that has not noted it, the attributes that its constructor names."""
         if MADE not in vars(owner):
-            named = (name for name in signature(type(owner)).parameters if name in vars(owner))
-            own = {name: vars(owner)[name] for name in named}
+            own = {name: vars(owner)[name] for name in signature(type(owner)).parameters if name in vars(owner)}
             return cls(own, own)
         return vars(owner)[MADE]  # type: ignore[no-any-return]
 
@@ -183,35 +182,36 @@ def _content(value: Any, weights: bool, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool | Integral | Real | str):
         return value if value is None or isinstance(value, str) else float(value)
     path, within = _path(type(value)), partial(_content, weights=weights, depth=depth + 1)
-    if depth == DEPTH:
-        return path
-    if isinstance(value, Tensor | np.ndarray) and value.dtype != object:
-        array = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
-        flat = array.reshape(-1)
-        some = flat[:: -(-flat.numel() // LOOKED_AT) or 1].cpu().contiguous().view(torch.uint8).numpy()
-        return [str(array.dtype), [*array.shape], hashlib.sha256(some.data).hexdigest()]
-    if isinstance(value, Mapping):
-        return sorted(([str(key), within(each)] for key, each in value.items()), key=lambda pair: pair[0])
-    if isinstance(value, Sequence | set | frozenset | np.ndarray):
-        found = [within(each) for each in islice(value, 0, None, -(-len(value) // LOOKED_AT) or 1)]
-        return [len(value), sorted(found, key=repr) if isinstance(value, set | frozenset) else found]
-    if isinstance(value, CodeType):
-        return [value.co_code.hex(), [*value.co_names], [within(each) for each in value.co_consts]]
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [_path(value), within(value.__code__), within([value.__defaults__, value.__kwdefaults__, cells])]
-    if isinstance(value, type | BuiltinFunctionType):
-        return _path(value)
-    if isinstance(value, MethodType):
-        return [within(value.__func__), within(value.__self__)]
-    if isinstance(value, partial):
-        return [path, within([value.func, value.args, value.keywords])]
-    if isinstance(value, nn.Module):
-        layers = [[name, within(_public(each, weights))] for name, each in value.named_modules()]
-        values = [[name, within(v)] for name, v in value.state_dict().items()] if weights else []
-        return [repr(_form(value)), layers, *values]
-    if isinstance(value, os.PathLike | Enum):
-        return str(value)
+    match value:
+        case _ if depth == DEPTH:
+            return path
+        case Tensor() | np.ndarray() if value.dtype != object:
+            array = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+            flat = array.reshape(-1)
+            some = flat[:: -(-flat.numel() // LOOKED_AT) or 1].cpu().contiguous().view(torch.uint8).numpy()
+            return [str(array.dtype), [*array.shape], hashlib.sha256(some.data).hexdigest()]
+        case Mapping():
+            return sorted(([str(key), within(each)] for key, each in value.items()), key=lambda pair: pair[0])
+        case Sequence() | set() | frozenset() | np.ndarray():
+            found = [within(each) for each in islice(value, 0, None, -(-len(value) // LOOKED_AT) or 1)]
+            return [len(value), sorted(found, key=repr) if isinstance(value, set | frozenset) else found]
+        case CodeType():
+            return [value.co_code.hex(), [*value.co_names], [within(each) for each in value.co_consts]]
+        case FunctionType():
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return [_path(value), within(value.__code__), within([value.__defaults__, value.__kwdefaults__, cells])]
+        case type() | BuiltinFunctionType():
+            return _path(value)
+        case MethodType():
+            return [within(value.__func__), within(value.__self__)]
+        case partial():
+            return [path, within([value.func, value.args, value.keywords])]
+        case nn.Module():
+            layers = [[name, within(_public(each, weights))] for name, each in value.named_modules()]
+            values = [[name, within(v)] for name, v in value.state_dict().items()] if weights else []
+            return [repr(_form(value)), layers, *values]
+        case os.PathLike() | Enum():
+            return str(value)
     return [path, within(_public(value, weights))]
 
 
@@ -331,19 +331,19 @@ class Watched:
 
 def _inside(owner: object) -> dict[str, list[Any]]:
     """Returns what differs after attributes have been changed in place: tensors, and public lists and mappings."""
-    items = vars(owner).items()
     # a look at the class is faster than isinstance, which asks the class of tensors
-    return {n: _held(v) for n, v in items if issubclass(type(v), Tensor if n[0] == "_" else CHANGEABLE)}
+    return {n: _held(v) for n, v in vars(owner).items() if issubclass(type(v), Tensor if n[0] == "_" else CHANGEABLE)}
 
 
 def _held(value: Any, inside: bool = True) -> list[Any]:
     """Returns a value, and what differs after it has been changed in place."""
-    if isinstance(value, Tensor):
-        return [value, None if value.is_inference() else value._version]
-    if isinstance(value, list | set | deque):
-        return [value, len(value), *(_held(entry, False) for entry in islice(value if inside else (), COMPARED))]
-    if isinstance(value, dict) and inside:
-        return [value, {key: _held(entry, False) for key, entry in islice(value.items(), COMPARED)}]
+    match value:
+        case Tensor():
+            return [value, None if value.is_inference() else value._version]
+        case list() | set() | deque():
+            return [value, len(value), *(_held(entry, False) for entry in islice(value if inside else (), COMPARED))]
+        case dict() if inside:
+            return [value, {key: _held(entry, False) for key, entry in islice(value.items(), COMPARED)}]
     return [value]
 
 

@@ -1,86 +1,24 @@
 """Options that are checked against their annotations, the same from Python, YAML and the command line."""
 
 import inspect
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, wraps
-from numbers import Integral, Real
-from types import FunctionType, NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from numbers import Real
+from types import NoneType
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from fl_lightning.core.errors import SYNONYMS, UserError, check_overrides, ensure, folded, require, similar
+from fl_lightning.core.forms import PLAIN, UNIONS, fits, in_words, is_limited
 from fl_lightning.core.secrets import hidden
 
 CheckedMethod = TypeVar("CheckedMethod", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, repr=False)
-class Interval:
-    """The numbers that an option may be, as an annotation: ``Annotated[float, Interval("[0, 1)")]``.
-
-    Args:
-        text: Bounds in mathematical notation: a square bracket includes its bound, a round one does not.
-    """
-
-    text: str
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The lower and the upper bound."""
-        low, high = self.text[1:-1].split(",")
-        return float(low), float(high)
-
-    def __contains__(self, value: Any) -> bool:
-        low, high = self.bounds
-        above = value >= low if self.text[0] == "[" else value > low
-        return bool(above and (value <= high if self.text[-1] == "]" else value < high))
-
-    def __repr__(self) -> str:
-        low, high = (f"{bound:,.12g}" for bound in self.bounds)
-        if self.text[0] == "(":
-            end = "at most" if self.text[-1] == "]" else "below"
-            return f"above {low}" + ("" if high == "inf" else f" and {end} {high}")
-        if high == "inf":
-            return "of 0 or more" if low == "0" else f"of at least {low}"
-        return f"from {low} to {'' if self.text[-1] == ']' else 'below '}{high}"
-
-
-Positive = Annotated[float, Interval("(0, inf)")]
-NonNegative = Annotated[float, Interval("[0, inf)")]
-UnitInterval = Annotated[float, Interval("[0, 1]")]
-Fraction = Annotated[float, Interval("[0, 1)")]
-Probability = Annotated[float, Interval("(0, 1)")]
-PositiveInt = Annotated[int, Interval("[1, inf)")]
-NonNegativeInt = Annotated[int, Interval("[0, inf)")]
-Size = Annotated[int, Interval("[1, 1e6]")]
-"""A number of units of a net, or of pixels: what is larger is a slip, and would fill the memory."""
-Divisor = Annotated[float, Interval("[1e-12, inf)")]
-WeightDecay = Annotated[float, Interval("[0, 1e30]")]
-"""What is larger overflows in float32, before training can diverge."""
-Threads = Annotated[int, Interval("[1, 1024]")]
-UNIONS = (Union, UnionType)
-LISTS = (list, tuple, Sequence)
 SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 RAN = "_constructors"
 """Attribute of an object under construction: the constructors that have been called."""
-LATER = "checked later"
-"""As an annotation: the class checks this itself, with a better message."""
 
 
 class Checked:
@@ -158,7 +96,7 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
     check_values(key, given, hints)
     for name, parameter in parameters.items():
         if name not in given and parameter.default is parameter.empty and parameter.kind not in SEVERAL:
-            words = _words(hints[name]).rstrip(",") + _such_as(name, hints[name]) if name in hints else "a value"
+            words = in_words(hints[name]).rstrip(",") + _such_as(name, hints[name]) if name in hints else "a value"
             raise UserError(f"{key}.{name}".lstrip(".") + f": missing; give {words}")
 
 
@@ -175,7 +113,7 @@ def check_values(key: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -
     """
     for name, value in given.items():
         if name in hints and not fits(value, hints[name]):
-            words = _words(hints[name])
+            words = in_words(hints[name])
             shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)
             require(False, f"{key}.{name}".lstrip("."), shown, f"give {_remedy(name, value, hints).rstrip(',')}")
 
@@ -187,10 +125,10 @@ def _remedy(name: str, value: Any, hints: Mapping[str, Any]) -> str:
     if kind.__module__.startswith("torch.optim"):
         return f'TorchOptimizer("{kind.__name__}", lr=0.1), which makes one for each client'
     if isinstance(value, float) and value.is_integer() and fits(int(value), hint):
-        return f"{_words(hint)}, written {int(value)}"
+        return f"{in_words(hint)}, written {int(value)}"
     meant = [other for other, h in hints.items() if isinstance(h, type) and h not in PLAIN and isinstance(value, h)]
     swapped = f"; it is no {name} but a {meant[0]}" if meant else ""
-    return _words(hint) + _such_as(name, hint, one if isinstance(one, str) else kind.__name__) + swapped
+    return in_words(hint) + _such_as(name, hint, one if isinstance(one, str) else kind.__name__) + swapped
 
 
 def _such_as(name: str, hint: Any, asked: str = "") -> str:
@@ -215,52 +153,6 @@ def checked(method: CheckedMethod) -> CheckedMethod:
 
 EXAMPLES = {"model": "FedAvg(net)", "datamodule": "Digits()", "net": "DigitsMLP()", "loggers": "WandbLogger()"}
 """Objects for arguments that many classes fit."""
-PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    float: ("a finite number", lambda v: not isinstance(v, bool) and isinstance(v, Real) and _finite(v)),
-    int: ("a whole number", lambda v: not isinstance(v, bool) and isinstance(v, Integral)),
-    bool: ("true or false", lambda v: isinstance(v, bool | np.bool_)),
-    str: ("text", lambda v: isinstance(v, str | os.PathLike)),
-    dict: ("a mapping", lambda v: isinstance(v, Mapping)),
-    Any: ("anything", lambda v: True),
-    NoneType: ("null", lambda v: v is None),
-}
-"""Types in words, and their checks."""
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value is described by an annotation or a form; True for annotations that it does not know.
-
-    A form describes what a file contains: a dict has the form of the value of each key, where a key that ends in ``?``
-    may be missing, and other keys are free; a list with one form describes lists of that form; a function decides.
-    """
-    if isinstance(hint, dict):
-        keys = {name.removesuffix("?"): name for name in hint}
-        return isinstance(value, Mapping) and all(
-            fits(value[key], hint[name]) if key in value else key != name for key, name in keys.items()
-        )
-    if isinstance(hint, list):
-        return isinstance(value, list) and all(fits(each, hint[0]) for each in value)
-    if isinstance(hint, FunctionType):
-        return bool(hint(value))
-    kind, args = get_origin(hint) or hint, get_args(hint)
-    if kind is dict and isinstance(value, Mapping) and args:
-        return all(fits(key, args[0]) and fits(item, args[1]) for key, item in value.items())
-    if kind in PLAIN:
-        return PLAIN[kind][1](value)
-    if kind is Annotated:
-        limits = [limit for limit in args[1:] if isinstance(limit, Interval)]
-        return LATER in args or (fits(value, args[0]) and all(value in limit for limit in limits))
-    if kind in UNIONS:
-        return any(fits(value, each) for each in args)
-    if kind is Literal:
-        return any(isinstance(value, type(each)) and value == each for each in args)
-    if kind is type and args:
-        return isinstance(value, type) and isinstance(args[0], type) and issubclass(value, args[0])
-    if kind in LISTS:
-        return isinstance(value, np.ndarray) or (
-            isinstance(value, Sequence) and not isinstance(value, str) and _items_fit(value, kind, args)
-        )
-    return args != () or not isinstance(kind, type) or isinstance(value, kind)
 
 
 def refuse_setting(key: str, name: str, value: Any, of: Callable[..., Any]) -> None:
@@ -290,19 +182,6 @@ def _refuse_second(error: TypeError, key: str, kwargs: Mapping[str, Any]) -> Non
     if found and (name := found[1]) in kwargs:
         remedy = "it has a value already, by its position or from the class; leave it out"
         require(False, f"{key}.{name}".lstrip("."), _shown(kwargs[name]), remedy)
-
-
-def _finite(number: Real) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an int beyond all floats
-        return False
-
-
-def _items_fit(items: Sequence[Any], kind: Any, args: tuple[Any, ...]) -> bool:
-    if kind is tuple and Ellipsis not in args:
-        return len(items) == len(args) and all(map(fits, items, args))
-    return all(fits(item, args[0]) for item in items) if args else True
 
 
 def _annotate(cls: type) -> None:
@@ -366,7 +245,7 @@ def _exact(bound: inspect.BoundArguments, hints: Mapping[str, Any]) -> inspect.B
             return [*map(exact, value)]
         return float(value) if PLAIN[int][1](value) else value
 
-    words = {name: _words(hints.get(name)) for name in bound.arguments}
+    words = {name: in_words(hints.get(name)) for name in bound.arguments}
     floats = {name for name, text in words.items() if PLAIN[float][0] in text and PLAIN[int][0] not in text}
     given = {name: exact(value) if name in floats else value for name, value in bound.arguments.items()}
     return inspect.BoundArguments(bound.signature, given)
@@ -384,34 +263,7 @@ def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[st
     named = [
         name for name, parameter in signature.parameters.items() if name in hints and parameter.kind not in SEVERAL
     ]
-    return signature, {name: hints[name] for name in named if ours or _is_limited(hints[name])}
-
-
-def _is_limited(hint: Any) -> bool:
-    """Returns whether an annotation limits the values, not only their type."""
-    kind = get_origin(hint)
-    return kind in (Annotated, Literal) or (kind in UNIONS and any(map(_is_limited, get_args(hint))))
-
-
-def _words(hint: Any) -> str:
-    kind, args = get_origin(hint) or hint, get_args(hint)
-    if kind in PLAIN:
-        return PLAIN[kind][0]
-    if kind is Annotated:
-        return " ".join([_words(args[0]), *(str(limit) for limit in args[1:] if isinstance(limit, Interval))])
-    if kind in UNIONS:
-        items = {each: get_args(get_args(each)[0]) for each in args if get_origin(each) in LISTS and get_args(each)}
-        several = [each for each in items if items[each] and {*items[each]} <= {*args}]  # of what is taken alone, too
-        words = " or ".join(_words(each) for each in args if each not in several)
-        return words + ", or a list of them" * bool(several)
-    if kind is Literal:
-        return f"one of {', '.join(map(str, args))}"
-    if kind is type and args:
-        return f"a subclass of {_words(args[0])}"
-    if kind in LISTS:
-        return "a list" + (f", each {_words(args[0]).rstrip(',')}," if args else "")
-    package = "torch.nn." if getattr(kind, "__module__", "").startswith("torch.nn.") else ""
-    return package + str(getattr(kind, "__name__", kind))
+    return signature, {name: hints[name] for name in named if ours or is_limited(hints[name])}
 
 
 def _classes_of(hint: Any, base: type) -> list[str]:

@@ -42,13 +42,14 @@ def hidden(value: Any, secret: bool = False) -> Any:
         value: Mappings, lists, text, numbers.
         secret: Whether the value has the name of a secret.
     """
-    if isinstance(value, Mapping):
-        return {key: hidden(v, key != "class_path" and (secret or is_secret(key))) for key, v in value.items()}
-    if isinstance(value, list):
-        return [hidden(v, secret) for v in value]
-    if isinstance(value, str):
-        whole = secret or VALUE.search(value) or any(map(is_secret, NAMED.findall(value)))
-        return HIDDEN if value and whole else ADDRESS.sub(rf"\1{HIDDEN}@", value)
+    match value:
+        case Mapping():
+            return {key: hidden(v, key != "class_path" and (secret or is_secret(key))) for key, v in value.items()}
+        case list():
+            return [hidden(v, secret) for v in value]
+        case str():
+            whole = secret or VALUE.search(value) or any(map(is_secret, NAMED.findall(value)))
+            return HIDDEN if value and whole else ADDRESS.sub(rf"\1{HIDDEN}@", value)
     return HIDDEN if secret and type(value) in (int, float) else value
 
 

@@ -31,6 +31,7 @@ from fl_lightning.data.partition import IID, ClientIndices, Natural, Partition, 
 from fl_lightning.data.samples import Batch, SampleStore, like
 from fl_lightning.data.streaming import Published, Stream, stored_bytes
 from fl_lightning.data.tasks import TaskName
+from fl_lightning.data.validation import check_classes
 
 Split: TypeAlias = Literal["train", "val", "test"] | Sequence[int] | Tensor
 """A named part of the data, or indices into the training data."""
@@ -40,193 +41,22 @@ HASHED_AT_ONCE = 256
 """Samples that a hash of all of them copies at once."""
 CLIENTS = 100
 """Number of clients, where neither settings nor data say one."""
-UNSAID = 100_000
-"""Classes that labels may count; more than these and than the samples are numbers of something else."""
 
 
-class FederatedDataModule(SampleStore, ABC):
-    """Training data divided among clients, and a central test set. Subclasses implement :meth:`load`.
+class DividedData(SampleStore):
+    """Base of `FederatedDataModule`: what is made of data that are divided, for training, evaluation and comparison.
 
-    Data that are not images with one class each can override the hooks `stored_shape`, `pair`, `metric`
-    and `test_parts`. A federation trains on :meth:`client_batches`; a plain ``L.Trainer`` trains on the union
-    of the clients' data, as with any Lightning data module.
-
-    Args:
-        num_clients: Number of clients.
-        partition: How the training samples are divided; IID by default.
-        batch_size: Samples per local step; null takes a client's whole data in every step (full batch).
-        eval_batch_size: Samples per batch in evaluation.
-        drop_last: Leave out the short minibatch at the end of an epoch, unless it is the only one (FedDrive).
-        val_fraction: Share of the training data held out for validation (stratified) before it is divided.
-        augment: Augmentation of training batches; null for none.
-        mean: Mean of each channel, subtracted after scaling to [0, 1]; null for none.
-        std: Standard deviation of each channel, divided by after that; null for none.
-        standardise: Give each image mean 0 and standard deviation 1 over its pixels and channels, instead of scale,
-            mean and std, as TensorFlow's ``per_image_standardization`` does (the CIFAR-100 of Reddi et al. 2021).
-        seed: Seed of the partition, of the validation part and of fixed samples.
-        stream: Keep the samples where they are, in files, a memory map or host memory, and copy them to the device
-            when they are needed: for data that do not fit there. The results are the same, to the bit.
-        workers: Threads that read files and memory maps.
-        task: Kind of the targets: classification (one class per sample), regression (one number per sample, or several,
-            ``(N, k)``) or multilabel (zeros and ones ``(N, labels)``).
-        num_classes: Number of classes, if the training samples do not have all of them; null: as many as the data set
-            says, or the largest training label + 1.
-
-    Attributes:
-        num_classes: Number of classes, labels or target values. This and the following attributes exist after setup.
-        input_shape: Shape of one sample as a net gets it, ``(C, H, W)`` for images; a dict of shapes for a dict.
-        clients: Each client's indices into the training data.
-        client_sizes: Number of samples of each client, ``(num_clients,)``, int64. With a partition with replacement,
-            a sample counts here, and in the union of the clients' data, as often as it is held: so the loss of the
-            union is the mean of the clients' losses, weighted by their samples.
-        val_indices: Training samples that are held out for validation, ``(n_val,)``, sorted.
-        leaked: Number of test samples that are also training samples; null if samples are streamed from files. Setup
-            warns of more than 1 %.
-        test_clients: Client of each test sample, ``(n_test,)``, -1 for none; null if the data do not say, as by
-            default. `load` may set it.
-
-    Raises:
-        UserError: If a value is out of range, or (in setup) if the data are faulty or cannot be divided.
+    A federation trains on :meth:`client_batches`; a plain ``L.Trainer`` trains on the union of the clients' data, as
+    with any Lightning data module.
     """
 
-    published: Published | None = None
-    """Numbers and shape of a published data set; setup warns of other numbers."""
-    classes: int | None = None
-    """Number of classes, whether or not all occur, where the data set says it; null: the largest training label + 1."""
-    test_clients: NDArray[np.int64] | None = None
-
-    def __init__(
-        self,
-        num_clients: PositiveInt = CLIENTS,
-        partition: Partition | None = None,
-        batch_size: PositiveInt | None = 64,
-        eval_batch_size: PositiveInt = 500,
-        drop_last: bool = False,
-        val_fraction: Fraction = 0.0,
-        augment: Augment | None = None,
-        mean: list[float] | None = None,
-        std: list[Divisor] | None = None,
-        standardise: bool = False,
-        seed: NonNegativeInt = 0,
-        stream: bool = False,
-        workers: Threads = 4,
-        task: TaskName = "classification",
-        num_classes: PositiveInt | None = None,
-    ) -> None:
-        super().__init__(eval_batch_size, augment, mean, std, standardise, stream, workers, task)
-        classes = num_classes is None or self.task.by_class
-        require(classes, "data.num_classes", num_classes, f"data.task = {task} has no classes; leave it out")
-        self.classes = num_classes or self.classes
-        self._default = IID()
-        self.num_clients, self.partition = num_clients, partition or self._default
-        self.batch_size, self.drop_last = batch_size, drop_last
-        self.val_fraction, self.seed = val_fraction, seed
-        self._fingerprint: str | None = None
-
-    # What a data set provides
-
-    @abstractmethod
-    def load(self) -> tuple[Any, Any, Any, Any]:
-        """Reads the data.
-
-        Returns:
-            ``x_train, y_train, x_test, y_test`` as arrays or tensors: uint8 images (NCHW, NHWC or NHW), or floats or
-            tokens ``(N, ...)``; labels are integers ``(N,)``, and ``task`` says the form of other targets. Samples can
-            be a nested dict of arrays, which the net's ``forward`` gets as a dict. Samples that need not be in memory
-            can be `Samples` or an ``np.memmap``.
-        """
-
-    def stored_shape(self) -> Any:
-        """Returns the shape of one sample before augmentation; of a dict, the shapes by name."""
-        return map_tensors(lambda v: tuple(v.shape[1:]), like(self.x_train))
-
-    def metric(self) -> tuple[str, Metric]:
-        """Returns the name and a new instance of the metric that evaluation shows beside the loss."""
-        return self.task.metric(self.num_classes)
-
-    def test_parts(self) -> dict[str, Tensor]:
-        """Returns parts of the test set that get a metric of their own: masks ``(n_test,)`` bool by name."""
-        return {}
-
-    def set_clients(
-        self, users: Sequence[int | str], test_users: Sequence[int | str] | None = None, asked: int | None = None
-    ) -> None:
-        """Makes each user a client: sets the partition, the number of clients and, if known, `test_clients`.
-
-        Args:
-            users: The user of each training sample, in the order of the samples.
-            test_users: The user of each test sample.
-            asked: Number of clients that the user has set; None: none.
-
-        Raises:
-            UserError: If there is another partition, or another number of clients is set.
-        """
-        natural, kind = Natural([str(user) for user in users]), type(self.partition).__name__
-        same = self.partition is self._default or getattr(self.partition, "users", None) == natural.users
-        ensure(same, f"data.partition = {kind}: the data say whose each sample is; leave it out")
-        self.partition, self.num_clients = natural, len({*natural.users})
-        found = f"the data name {self.num_clients} clients; leave it out"
-        require(asked in (None, self.num_clients), "data.num_clients", asked, found)
-        self.test_clients = None if test_users is None else natural.clients(test_users)
-
-    # Setup
-
-    def setup(self, stage: str | None = None) -> None:
-        """Loads, checks, holds out and divides the data, on every process alike; does nothing the second time.
-
-        Args:
-            stage: Not used: every stage needs all data, since classes and checks are those of training and test data.
-        """
-        if hasattr(self, "clients"):
-            return
-        self.store(self.load())
-        sizes = len(self.y_train), len(self.y_test)
-        if (known := self.published) is not None and sizes != (known.train, known.test):
-            rank_zero_warn(
-                f"{type(self).__name__}: {sizes[0]} training and {sizes[1]} test samples, not the "
-                f"{known.train} and {known.test} of the published data set; results do not compare",
-                stacklevel=4,
-            )
-        self._num_classes = (self.classes if self.task.by_class else None) or self.task.outputs(self.y_train)
-        if self.task.by_class:
-            self._check_classes()
-        ensure(
-            self.task.by_class or not self.partition.by_class,
-            f"data.partition: {type(self.partition).__name__} divides by class, and these targets are none; "
-            "use IID or Natural",
-        )
-        self.input_shape = self.prepared_shape(self.stored_shape())
-        y, strata = self.y_train.numpy(), self.strata.numpy()
-        self.val_indices, self.clients = divide(
-            y, strata, self.partition, self.num_clients, self.num_classes, self.val_fraction, self.seed
-        )
-        self.client_sizes, self._union = self.clients.sizes, self.clients.indices.sort().values
-        self._test_shares: ClientIndices | None = None
-        if self.test_clients is not None:
-            owners, n, m = np.asarray(self.test_clients), len(self.y_test), self.num_clients
-            ensure(len(owners) == n, f"test_clients: {len(owners)} for {n} samples; give one per sample")
-            problem = f"test_clients: {owners.min()} to {owners.max()}; number the {m} clients from 0, -1 is none"
-            ensure(owners.min() >= -1 and owners.max() < m, problem)
-            self._test_shares = ClientIndices.of(owners, m)
-
-    def _check_classes(self) -> None:
-        """Checks the labels of training and test data against the number of classes."""
-        top = self.num_classes - 1
-        if not self.classes:
-            occur = len(np.unique(self.y_train.numpy()))
-            numbering = f"only {occur} of the classes 0 to {top} occur; number them 0, 1, ..."
-            remedy = f"or set data.num_classes = {top + 1}"
-            ensure(top < max(len(self.y_train), UNSAID), f"y_train: {numbering}, {remedy}")
-            if occur <= top:
-                rank_zero_warn(f"y_train: {numbering}, {remedy} if all are meant", stacklevel=5)
-        for name, labels in (("y_train", self.y_train), ("y_test", self.y_test)):
-            label, row = int(labels.max()), int(labels.argmax())
-            largest = f"exceeds {top}, the largest of classes" if self.classes else f"exceeds y_train's largest, {top}"
-            ensure(
-                label <= top,
-                f"{name}: label {label} at row {row} {largest}; number the classes of both alike, or set "
-                f"data.num_classes = {label + 1}",
-            )
+    seed: int
+    val_fraction: float
+    val_indices: Tensor
+    client_sizes: Tensor
+    _union: Tensor
+    _test_shares: ClientIndices | None = None
+    _fingerprint: str | None = None
 
     @property
     def strata(self) -> Tensor:
@@ -296,10 +126,7 @@ class FederatedDataModule(SampleStore, ABC):
     # Evaluation
 
     def eval_batches(
-        self,
-        split: Split,
-        dtype: torch.dtype = torch.float32,
-        share: tuple[int, int] = (0, 1),
+        self, split: Split, dtype: torch.dtype = torch.float32, share: tuple[int, int] = (0, 1)
     ) -> Iterator[Batch]:
         """Returns batches in order and without augmentation.
 
@@ -405,3 +232,166 @@ class FederatedDataModule(SampleStore, ABC):
             for at in range(0, n, HASHED_AT_ONCE):
                 digest.update(stored_bytes(x, range(at, min(at + HASHED_AT_ONCE, n))))
         return digest.hexdigest()
+
+
+class FederatedDataModule(DividedData, ABC):
+    """Training data divided among clients, and a central test set. Subclasses implement :meth:`load`.
+
+    Data that are not images with one class each can override the hooks `stored_shape`, `pair`, `metric`
+    and `test_parts`.
+
+    Args:
+        num_clients: Number of clients.
+        partition: How the training samples are divided; IID by default.
+        batch_size: Samples per local step; null takes a client's whole data in every step (full batch).
+        eval_batch_size: Samples per batch in evaluation.
+        drop_last: Leave out the short minibatch at the end of an epoch, unless it is the only one (FedDrive).
+        val_fraction: Share of the training data held out for validation (stratified) before it is divided.
+        augment: Augmentation of training batches; null for none.
+        mean: Mean of each channel, subtracted after scaling to [0, 1]; null for none.
+        std: Standard deviation of each channel, divided by after that; null for none.
+        standardise: Give each image mean 0 and standard deviation 1 over its pixels and channels, instead of scale,
+            mean and std, as TensorFlow's ``per_image_standardization`` does (the CIFAR-100 of Reddi et al. 2021).
+        seed: Seed of the partition, of the validation part and of fixed samples.
+        stream: Keep the samples where they are, in files, a memory map or host memory, and copy them to the device
+            when they are needed: for data that do not fit there. The results are the same, to the bit.
+        workers: Threads that read files and memory maps.
+        task: Kind of the targets: classification (one class per sample), regression (one number per sample, or several,
+            ``(N, k)``) or multilabel (zeros and ones ``(N, labels)``).
+        num_classes: Number of classes, if the training samples do not have all of them; null: as many as the data set
+            says, or the largest training label + 1.
+
+    Attributes:
+        num_classes: Number of classes, labels or target values. This and the following attributes exist after setup.
+        input_shape: Shape of one sample as a net gets it, ``(C, H, W)`` for images; a dict of shapes for a dict.
+        clients: Each client's indices into the training data.
+        client_sizes: Number of samples of each client, ``(num_clients,)``, int64. With a partition with replacement,
+            a sample counts here, and in the union of the clients' data, as often as it is held: so the loss of the
+            union is the mean of the clients' losses, weighted by their samples.
+        val_indices: Training samples that are held out for validation, ``(n_val,)``, sorted.
+        leaked: Number of test samples that are also training samples; null if samples are streamed from files. Setup
+            warns of more than 1 %.
+        test_clients: Client of each test sample, ``(n_test,)``, -1 for none; null if the data do not say, as by
+            default. `load` may set it.
+
+    Raises:
+        UserError: If a value is out of range, or (in setup) if the data are faulty or cannot be divided.
+    """
+
+    published: Published | None = None
+    """Numbers and shape of a published data set; setup warns of other numbers."""
+    classes: int | None = None
+    """Number of classes, whether or not all occur, where the data set says it; null: the largest training label + 1."""
+    test_clients: NDArray[np.int64] | None = None
+
+    def __init__(
+        self,
+        num_clients: PositiveInt = CLIENTS,
+        partition: Partition | None = None,
+        batch_size: PositiveInt | None = 64,
+        eval_batch_size: PositiveInt = 500,
+        drop_last: bool = False,
+        val_fraction: Fraction = 0.0,
+        augment: Augment | None = None,
+        mean: list[float] | None = None,
+        std: list[Divisor] | None = None,
+        standardise: bool = False,
+        seed: NonNegativeInt = 0,
+        stream: bool = False,
+        workers: Threads = 4,
+        task: TaskName = "classification",
+        num_classes: PositiveInt | None = None,
+    ) -> None:
+        super().__init__(eval_batch_size, augment, mean, std, standardise, stream, workers, task)
+        classes = num_classes is None or self.task.by_class
+        require(classes, "data.num_classes", num_classes, f"data.task = {task} has no classes; leave it out")
+        self.classes = num_classes or self.classes
+        self._default = IID()
+        self.num_clients, self.partition = num_clients, partition or self._default
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.val_fraction, self.seed = val_fraction, seed
+
+    # What a data set provides
+
+    @abstractmethod
+    def load(self) -> tuple[Any, Any, Any, Any]:
+        """Reads the data.
+
+        Returns:
+            ``x_train, y_train, x_test, y_test`` as arrays or tensors: uint8 images (NCHW, NHWC or NHW), or floats or
+            tokens ``(N, ...)``; labels are integers ``(N,)``, and ``task`` says the form of other targets. Samples can
+            be a nested dict of arrays, which the net's ``forward`` gets as a dict. Samples that need not be in memory
+            can be `Samples` or an ``np.memmap``.
+        """
+
+    def stored_shape(self) -> Any:
+        """Returns the shape of one sample before augmentation; of a dict, the shapes by name."""
+        return map_tensors(lambda v: tuple(v.shape[1:]), like(self.x_train))
+
+    def metric(self) -> tuple[str, Metric]:
+        """Returns the name and a new instance of the metric that evaluation shows beside the loss."""
+        return self.task.metric(self.num_classes)
+
+    def test_parts(self) -> dict[str, Tensor]:
+        """Returns parts of the test set that get a metric of their own: masks ``(n_test,)`` bool by name."""
+        return {}
+
+    def set_clients(
+        self, users: Sequence[int | str], test_users: Sequence[int | str] | None = None, asked: int | None = None
+    ) -> None:
+        """Makes each user a client: sets the partition, the number of clients and, if known, `test_clients`.
+
+        Args:
+            users: The user of each training sample, in the order of the samples.
+            test_users: The user of each test sample.
+            asked: Number of clients that the user has set; None: none.
+
+        Raises:
+            UserError: If there is another partition, or another number of clients is set.
+        """
+        natural, kind = Natural([str(user) for user in users]), type(self.partition).__name__
+        same = self.partition is self._default or getattr(self.partition, "users", None) == natural.users
+        ensure(same, f"data.partition = {kind}: the data say whose each sample is; leave it out")
+        self.partition, self.num_clients = natural, len({*natural.users})
+        found = f"the data name {self.num_clients} clients; leave it out"
+        require(asked in (None, self.num_clients), "data.num_clients", asked, found)
+        self.test_clients = None if test_users is None else natural.clients(test_users)
+
+    # Setup
+
+    def setup(self, stage: str | None = None) -> None:
+        """Loads, checks, holds out and divides the data, on every process alike; does nothing the second time.
+
+        Args:
+            stage: Not used: every stage needs all data, since classes and checks are those of training and test data.
+        """
+        if hasattr(self, "clients"):
+            return
+        self.store(self.load())
+        sizes = len(self.y_train), len(self.y_test)
+        if (known := self.published) is not None and sizes != (known.train, known.test):
+            rank_zero_warn(
+                f"{type(self).__name__}: {sizes[0]} training and {sizes[1]} test samples, not the "
+                f"{known.train} and {known.test} of the published data set; results do not compare",
+                stacklevel=4,
+            )
+        self._num_classes = (self.classes if self.task.by_class else None) or self.task.outputs(self.y_train)
+        if self.task.by_class:
+            check_classes(self.y_train, self.y_test, self.num_classes, said=bool(self.classes))
+        ensure(
+            self.task.by_class or not self.partition.by_class,
+            f"data.partition: {type(self.partition).__name__} divides by class, and these targets are none; "
+            "use IID or Natural",
+        )
+        self.input_shape = self.prepared_shape(self.stored_shape())
+        y, strata = self.y_train.numpy(), self.strata.numpy()
+        self.val_indices, self.clients = divide(
+            y, strata, self.partition, self.num_clients, self.num_classes, self.val_fraction, self.seed
+        )
+        self.client_sizes, self._union = self.clients.sizes, self.clients.indices.sort().values
+        if self.test_clients is not None:
+            owners, n, m = np.asarray(self.test_clients), len(self.y_test), self.num_clients
+            ensure(len(owners) == n, f"test_clients: {len(owners)} for {n} samples; give one per sample")
+            problem = f"test_clients: {owners.min()} to {owners.max()}; number the {m} clients from 0, -1 is none"
+            ensure(owners.min() >= -1 and owners.max() < m, problem)
+            self._test_shares = ClientIndices.of(owners, m)

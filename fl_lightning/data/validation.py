@@ -12,6 +12,8 @@ from fl_lightning.core import Inputs, UserError, ensure, named_tensors
 
 LEAK = 0.01
 """Largest share of the test samples that may occur in the training data without a warning."""
+UNSAID = 100_000
+"""Classes that labels may count; more than these and than the samples are numbers of something else."""
 CHANNELS = 4
 """Largest number of channels: 4-dimensional arrays with more rows than that may be NHWC."""
 
@@ -145,6 +147,36 @@ def check_alike(name: str, x: Inputs, other: str, y: Inputs) -> None:
                 was == found,
                 f"{other}{key}: {what} {found} of a sample differs from {name}{key}'s {was}; prepare both alike",
             )
+
+
+def check_classes(y_train: Tensor, y_test: Tensor, number: int, said: bool) -> None:
+    """Checks labels against the number of classes; warns if some do not occur, and nobody says that there are more.
+
+    Args:
+        y_train: Training labels, ``(N,)``.
+        y_test: Test labels.
+        number: Number of classes.
+        said: Whether the data set or the user says it; otherwise it is the largest training label + 1.
+
+    Raises:
+        UserError: If a label exceeds them, or the labels seem to be no classes.
+    """
+    top = number - 1
+    if not said:
+        occur = len(np.unique(y_train.numpy()))
+        numbering = f"only {occur} of the classes 0 to {top} occur; number them 0, 1, ..."
+        remedy = f"or set data.num_classes = {number}"
+        ensure(top < max(len(y_train), UNSAID), f"y_train: {numbering}, {remedy}")
+        if occur <= top:
+            rank_zero_warn(f"y_train: {numbering}, {remedy} if all are meant", stacklevel=5)
+    for name, labels in (("y_train", y_train), ("y_test", y_test)):
+        label, row = int(labels.max()), int(labels.argmax())
+        largest = f"exceeds {top}, the largest of classes" if said else f"exceeds y_train's largest, {top}"
+        ensure(
+            label <= top,
+            f"{name}: label {label} at row {row} {largest}; number the classes of both alike, or set "
+            f"data.num_classes = {label + 1}",
+        )
 
 
 def count_leaks(x_train: Inputs, x_test: Inputs) -> int:

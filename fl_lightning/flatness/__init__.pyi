@@ -13,6 +13,7 @@ from .functional import check_running as check_running
 from .functional import gradient as gradient
 from .functional import mean_loss as mean_loss
 from .functional import mean_losses as mean_losses
+from .krylov import Matrix as Matrix
 from .landscape import evaluate as evaluate
 from .landscape import filter_normalized as filter_normalized
 from .landscape import interpolate as interpolate
@@ -32,7 +33,6 @@ from .operators import KEEP_BYTES as KEEP_BYTES
 from .operators import OPERATORS as OPERATORS
 from .operators import Differences as Differences
 from .operators import Kind as Kind
-from .operators import Matrix as Matrix
 from .operators import Mixture as Mixture
 from .operators import Operator as Operator
 from .operators import finite_differences as finite_differences

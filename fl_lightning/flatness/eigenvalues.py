@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fl_lightning.core import PositiveInt, checked, ensure, generator
 from fl_lightning.flatness.functional import Progress, arithmetic
-from fl_lightning.flatness.krylov import Lanczos
-from fl_lightning.flatness.operators import Matrix, Products
+from fl_lightning.flatness.krylov import Lanczos, Matrix, Products
 
 Method = Literal["lanczos", "power"]
 

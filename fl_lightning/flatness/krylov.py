@@ -1,19 +1,85 @@
-"""Lanczos for the eigenvalues of a symmetric matrix A given by its products.
+"""A symmetric matrix A given by its products with vectors, and Lanczos for its eigenvalues.
 
 Vectors keep the dtype and the device of the random ones; the small projected matrix is float64 on the CPU.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-Matvec = Callable[[Tensor], Tensor]
-"""v -> A v, from ``(d,)`` to ``(d,)``."""
+from fl_lightning.core import ensure
+from fl_lightning.flatness.functional import Progress
 
 COLUMNS = 2**16
 """A restart mixes this many columns of the basis at a time, so that it needs no second basis."""
+
+
+@runtime_checkable
+class Matrix(Protocol):
+    """A symmetric matrix as the measures take it: an `Operator`, a tensor, or an operator of curvlinops."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """``(d, d)``."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the vectors."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the vectors."""
+
+    def __matmul__(self, v: Any, /) -> Any:
+        """Returns the product with ``v``, ``(d,)``."""
+
+
+class Products:
+    """A matrix as Krylov methods and probes use it: products that are counted, and random vectors that fit it.
+
+    Args:
+        a: The matrix.
+        draws: Generator of the random vectors.
+        most: Maximum number of products, for ``progress``.
+        progress: Called after each product.
+
+    Attributes:
+        like: An empty tensor of the dtype and device of the vectors.
+        d: Their length.
+        eps: The dtype's relative rounding.
+        done: Number of products computed.
+        agreed: Makes one decision for all processes that share the products.
+
+    Raises:
+        UserError: If the matrix is not square.
+    """
+
+    def __init__(self, a: Matrix, draws: torch.Generator, most: int, progress: Progress | None) -> None:
+        shape = tuple(a.shape)
+        ensure(len(shape) == 2 and shape[0] == shape[1], f"matrix: its shape {shape} is not (d, d)")
+        self._a, self._draws, self._most, self._progress = a, draws, most, progress
+        self.like, self.d, self.done = torch.empty(0, dtype=a.dtype, device=a.device), shape[0], 0
+        self.eps = torch.finfo(a.dtype).eps
+        self.agreed: Callable[[bool], bool] = getattr(a, "agreed", bool)
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """Returns the product with ``v``, ``(d,)``."""
+        product: Tensor = self._a @ v
+        self.done += 1
+        if self._progress is not None:
+            self._progress(self.done, self._most)
+        return product
+
+    def normal(self) -> Tensor:
+        """Returns a normally distributed vector, ``(d,)``."""
+        return torch.randn(self.d, generator=self._draws, dtype=torch.float64).to(self.like)
+
+    def signs(self) -> Tensor:
+        """Returns a vector of random signs (Rademacher), ``(d,)``."""
+        return torch.randint(2, (self.d,), generator=self._draws).to(self.like).mul_(2).sub_(1)
 
 
 class Lanczos:
@@ -29,7 +95,7 @@ class Lanczos:
     eigenvalue may be counted once.
 
     Args:
-        matvec: The matrix.
+        matvec: The matrix: v -> A v, from ``(d,)`` to ``(d,)``.
         random: Returns a random vector ``(d,)`` at each call.
         wanted: Number of the algebraically largest eigenvalues to find.
         size: Maximum number of basis vectors kept, more than ``wanted``; at most d are kept.
@@ -48,7 +114,7 @@ class Lanczos:
 
     def __init__(
         self,
-        matvec: Matvec,
+        matvec: Callable[[Tensor], Tensor],
         random: Callable[[], Tensor],
         wanted: int,
         size: int,

@@ -167,8 +167,7 @@ def interpolate(
     Raises:
         UserError: As :func:`evaluate`, or if the models have different sizes.
     """
-    given = _numbers(np.linspace(-1, 2, 61) if gammas is None else gammas)
-    g = np.union1d(given.round(12), [0.0, 1.0])
+    g = np.union1d(_numbers(np.linspace(-1, 2, 61) if gammas is None else gammas).round(12), [0.0, 1.0])
     require(a.shape == b.shape, "b", f"{tuple(b.shape)}", f"a has {tuple(a.shape)}; give weights of one network")
     start = exact(b)
     order = np.argsort(~np.isin(g, [0.0, 1.0]), kind="stable")  # the ends first: the barrier needs them

@@ -16,23 +16,14 @@ draws the targets from the model's own predictions, and equals G for the cross-e
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any, Literal, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fl_lightning.core import ensure, grouped, require
-from fl_lightning.flatness.functional import (
-    Batches,
-    Loss,
-    LossAt,
-    Progress,
-    Reduce,
-    batch_sizes,
-    measuring,
-    vjp,
-)
+from fl_lightning.flatness.functional import Batches, Loss, LossAt, Reduce, batch_sizes, measuring, vjp
 
 Settings = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 """Stride, padding, dilation, groups."""
@@ -110,26 +101,6 @@ Share = Callable[[Tensor, bool], Tensor]
 
 Linearize = Callable[[Tensor, Tensor, Tensor, int], Share]
 """A batch's share from its losses ``(n,)``, its outputs, the weights, and the number of samples of all batches."""
-
-
-@runtime_checkable
-class Matrix(Protocol):
-    """A symmetric matrix as the measures take it: an `Operator`, a tensor, or an operator of curvlinops."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """``(d, d)``."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the vectors."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the vectors."""
-
-    def __matmul__(self, v: Any, /) -> Any:
-        """Returns the product with ``v``, ``(d,)``."""
 
 
 class Options(TypedDict, total=False):
@@ -417,48 +388,3 @@ def _between_jacobians(z: Tensor, w: Tensor, middle: Share) -> Share:
     u = torch.zeros_like(z, requires_grad=True)
     pulled = vjp(z, w, u, create_graph=True)  # Jᵀu is linear in u: its transposed derivative is J
     return lambda v, retain: vjp(z, w, middle(vjp(pulled, u, v, retain_graph=retain), retain), retain_graph=retain)
-
-
-class Products:
-    """A matrix as Krylov methods and probes use it: products that are counted, and random vectors that fit it.
-
-    Args:
-        a: The matrix.
-        draws: Generator of the random vectors.
-        most: Maximum number of products, for ``progress``.
-        progress: Called after each product.
-
-    Attributes:
-        like: An empty tensor of the dtype and device of the vectors.
-        d: Their length.
-        eps: The dtype's relative rounding.
-        done: Number of products computed.
-        agreed: Makes one decision for all processes that share the products.
-
-    Raises:
-        UserError: If the matrix is not square.
-    """
-
-    def __init__(self, a: Matrix, draws: torch.Generator, most: int, progress: Progress | None) -> None:
-        shape = tuple(a.shape)
-        ensure(len(shape) == 2 and shape[0] == shape[1], f"matrix: its shape {shape} is not (d, d)")
-        self._a, self._draws, self._most, self._progress = a, draws, most, progress
-        self.like, self.d, self.done = torch.empty(0, dtype=a.dtype, device=a.device), shape[0], 0
-        self.eps = torch.finfo(a.dtype).eps
-        self.agreed: Callable[[bool], bool] = getattr(a, "agreed", bool)
-
-    def __call__(self, v: Tensor) -> Tensor:
-        """Returns the product with ``v``, ``(d,)``."""
-        product: Tensor = self._a @ v
-        self.done += 1
-        if self._progress is not None:
-            self._progress(self.done, self._most)
-        return product
-
-    def normal(self) -> Tensor:
-        """Returns a normally distributed vector, ``(d,)``."""
-        return torch.randn(self.d, generator=self._draws, dtype=torch.float64).to(self.like)
-
-    def signs(self) -> Tensor:
-        """Returns a vector of random signs (Rademacher), ``(d,)``."""
-        return torch.randint(2, (self.d,), generator=self._draws).to(self.like).mul_(2).sub_(1)

@@ -64,8 +64,7 @@ def plot_surface(
         panels: list[Axes] = []
         for name in sets:
             for label, surface in surfaces.items():
-                place = (rows, columns, len(panels) + 1)
-                axes = figure.add_subplot(*place, projection="3d" if kind == "3d" else None)
+                axes = figure.add_subplot(rows, columns, len(panels) + 1, projection="3d" if kind == "3d" else None)
                 draw = draw_3d if kind == "3d" else draw_contour
                 drawn = draw(axes, surface, scale.clip(surface.loss[name]), scale)
                 if kind == "contour" or len(panels) // columns == rows - 1:

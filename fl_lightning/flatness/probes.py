@@ -12,8 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fl_lightning.core import Positive, PositiveInt, checked, ensure, generator
 from fl_lightning.flatness.eigenvalues import interruptible
 from fl_lightning.flatness.functional import Estimate, Progress, arithmetic
-from fl_lightning.flatness.krylov import Lanczos
-from fl_lightning.flatness.operators import Matrix, Products
+from fl_lightning.flatness.krylov import Lanczos, Matrix, Products
 
 
 @dataclass(frozen=True, eq=False)

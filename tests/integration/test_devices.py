@@ -176,7 +176,7 @@ OPTIONAL = (
     "rules",
     "faults",
     "privacy",
-    "torch_optimizer",
+    "adaptive",
     "augment",
     "minibatches",
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fl_lightning.algorithms.parts.averaging import SWA
+from fl_lightning.algorithms.parts.server import SWA
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core.errors import UserError
 from fl_lightning.sweeps.reproduction import COUNTS, FACTORS, scaled, value

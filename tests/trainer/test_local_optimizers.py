@@ -33,7 +33,7 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
-from fl_lightning.algorithms.lightning_optimizer import CentralizedOptimizer
+from fl_lightning.algorithms.base import CentralizedOptimizer
 from fl_lightning.algorithms.parts.adaptive import orthogonalized
 from fl_lightning.algorithms.parts.local_optimizer import Cosine
 from fl_lightning.core import ClientContext, FlatSpec, State, Uploads, generator

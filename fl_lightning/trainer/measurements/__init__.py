@@ -4,6 +4,6 @@ The functions are in `fl_lightning.flatness`; these classes choose the model and
 `Measurement`, which carries its protocol.
 """
 
-from fl_lightning.core.lazy import lazy
+from fl_lightning.core.errors import lazy
 
 __getattr__, __all__ = lazy(__name__, __file__)
