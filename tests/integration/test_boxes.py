@@ -12,7 +12,7 @@ import fl_lightning as fl
 from fl_lightning.engine.catalogue import entries
 from tests.integration import boxes, fourth_boxes, further_boxes, third_boxes
 from tests.integration.boxes import Models, Problem, Setting, asam, fedopt, momentum, sam
-from tests.problem import GOLDEN, Golden
+from tests.problem import Golden, trajectory
 
 Box = Callable[[Problem], Models]
 Averaged = Callable[[Problem], tuple[Models, Models]]
@@ -536,13 +536,12 @@ GOLDEN_RUNS: dict[str, tuple[str, Box]] = {
 def test_box_meets_official_code(golden: Golden, name: str) -> None:
     weighting, box = GOLDEN_RUNS[name]
     models = box(problem(golden, Setting(weight_decay=1e-3, weighting=weighting)))
-    with np.load(GOLDEN / f"{name}.npz") as z:
-        np.testing.assert_allclose(torch.stack(models), z["global"], rtol=0, atol=1e-7)
+    np.testing.assert_allclose(torch.stack(models), trajectory(name)["global"], rtol=0, atol=1e-7)
 
 
 def test_swa_meets_official_code(golden: Golden) -> None:
     P = problem(golden, Setting(weight_decay=1e-3))
     evaluated = boxes.with_swa(P, GOLDEN_RUNS["fedsam__FedASAM+SWA"][1], start=2, cycle=1)[1]
-    with np.load(GOLDEN / "fedsam__FedASAM+SWA.npz") as z:
-        swa = torch.stack(evaluated)[z["extra_swa_round"]]
-        np.testing.assert_allclose(swa, z["extra_swa"], rtol=0, atol=2e-7)
+    expected = trajectory("fedsam__FedASAM+SWA")
+    swa = torch.stack(evaluated)[expected["extra_swa_round"]]
+    np.testing.assert_allclose(swa, expected["extra_swa"], rtol=0, atol=2e-7)
