@@ -19,15 +19,16 @@ from fl_lightning.studies.suite import Suite, about_of
 
 FEW = 4
 """Most groups whose curves are drawn; of more, a reader cannot tell one from another."""
-SHOWN = ("mean", "target_round", "flatness/critical_sharpness")
+SHOWN = ("mean", "target_round")
 """Statistics that the page has beside the suite's measures; `compare` has all."""
+NUMBERED = "flatness/critical_sharpness"
+"""What the JSON beside the page has in addition."""
 LEGEND = (
-    "*Seeds* is the number of those in the means; seeds that have *collapsed*, as the suite says it, are named and "
-    "enter no mean. A method is *self-reported* until another process has trained one of its rows again to the bit (of "
-    "a long one, its first rounds), then *checked*, and *verified* if its program was also held against its "
-    "authors'; the number behind it counts such rows. Differences are means over the common seeds, with 95 % "
-    "intervals by Student's t; the best value is bold if that to the next best leaves out 0, or with one seed. "
-    "`fl-lightning compare` of the rows has further columns."
+    "*Seeds* counts those in the means; *collapsed* ones, as the suite says it, are named and enter none. A method is "
+    "*self-reported* until another process has trained one of its rows again to the bit (of a long one, its first "
+    "rounds), then *checked*, and *verified* if its program also repeats its authors'; the number behind counts such "
+    "rows. Differences are over common seeds, with 95 % intervals by Student's t; the best value is bold if that to "
+    "the next best leaves out 0, or with one seed. `fl-lightning compare` has further columns."
 )
 
 
@@ -91,8 +92,9 @@ def _section(
     """Returns the table of a column, and where its rows are from; and the numbers of each row."""
     found = [suite.survivors(group) for group in groups]
     left = [group for group, _ in found if group.runs]
-    measured = [c for c in columns(groups) if c.against is None and c.of in (*SHOWN, *suite.measures)]
-    shown = [*measured, *differences(measured, found[reference][0], groups[reference].name)]
+    measured = [c for c in columns(groups) if c.against is None and c.of in (*SHOWN, *suite.measures, NUMBERED)]
+    on_page = [c for c in measured if c.of in (*SHOWN, *suite.measures)]
+    shown = [*on_page, *differences(on_page, found[reference][0], groups[reference].name)]
     table = [["method", "seeds", *(column.head for column in shown)]]
     numbers = list[dict[str, Any]]()
     for whole, (group, lost) in zip(groups, found, strict=True):

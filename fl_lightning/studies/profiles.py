@@ -14,9 +14,8 @@ COSTS = {"target_round": "by rounds", "target_passes": "by passes", "target_bits
 """What is compared, in `Summary`."""
 LEGEND = (
     "What reaching the targets costs: the score is the mean of a method's performance profile from 1 to 4 times the "
-    "smallest cost, over the columns (1: the cheapest everywhere; 0: nowhere within 4 times), with 95 % bootstrap "
-    "intervals over the seeds. A seed that never reaches the target costs infinitely much. Methods that "
-    "score 0 are left out."
+    "smallest cost, over the columns (1: the cheapest everywhere; 0, left out: nowhere within 4 times), with 95 % "
+    "bootstrap intervals over the seeds. Never reaching a target costs infinitely much."
 )
 
 
