@@ -55,6 +55,12 @@ def optimizer_for(algorithm: str, lr: float, **options: Any) -> LocalOptimizer:
     return kind(lr, **{name: value for name, value in options.items() if kind is not AdamW or name != "momentum"})  # type: ignore[no-any-return]
 
 
+def trajectory(name: str) -> dict[str, Any]:
+    """The arrays of an official program's run (tests/golden/README.md)."""
+    with np.load(GOLDEN / "trajectories.npz") as z:
+        return {key.removeprefix(f"{name}/"): z[key] for key in z.files if key.startswith(f"{name}/")}
+
+
 class GoldenNet(nn.Module):
     """The net of the golden trajectories: 1,220 weights."""
 

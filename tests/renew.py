@@ -6,13 +6,16 @@ nothing is measured for it. ``tests/integration/test_docs.py`` compares the file
 
 from __future__ import annotations
 
+import ast
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 
 from torch import nn
@@ -24,7 +27,7 @@ from fl_lightning.commands import main as cli
 from fl_lightning.engine import catalogue
 from fl_lightning.results.metrics import markdown
 from fl_lightning.trainer import loop, program
-from tests import page_code, paper_tables
+from tests import paper_tables
 from tests.trainer import test_private_outputs
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +76,53 @@ def navigation(text: str) -> str:
     return text[:last] + "".join(lines) + text[last:]
 
 
+CODE_BESIDE_BOX = re.compile(r"(<!-- code: (.*?) -->\n).*?(<!-- /code -->)", re.DOTALL)
+
+
+def quoted(name: str) -> str:
+    """A function's source, without its docstring and the types in its signature.
+
+    Args:
+        name: Its dotted path below ``fl_lightning``.
+    """
+    text = inspect.cleandoc("\n" + inspect.getsource(pkgutil.resolve_name(f"fl_lightning.{name}")))
+    (function,) = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef)
+    for argument in ast.walk(function.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    first = function.body[0]
+    body = text.splitlines()[first.end_lineno if ast.get_docstring(function) else first.lineno - 1 :]
+    return "\n".join([f"def {function.name}({ast.unparse(function.args)}):", *body])
+
+
+def file_of(name: str) -> str:
+    """The file of a function."""
+    return inspect.unwrap(pkgutil.resolve_name(f"fl_lightning.{name}")).__module__.replace(".", "/") + ".py"
+
+
+def fences(names: list[str]) -> str:
+    """Blocks of Markdown, one a file."""
+    text = ""
+    for title, group in groupby(names, file_of):
+        classes = [(owner, [*methods]) for owner, methods in groupby(group, lambda name: name.split(".")[-2])]
+        heads = [f"# of {owner}\n" if len(classes) > 1 else "" for owner, _ in classes]
+        parts = ["\n\n\n".join(map(quoted, methods)) for _, methods in classes]
+        code = "\n\n\n".join(head + part for head, part in zip(heads, parts, strict=True))
+        text += f'```python title="{title}"\n{code}\n```\n'
+    return text
+
+
+def code_beside_boxes(text: str) -> str:
+    """A page with the package's lines beside the papers' boxes, between its comments.
+
+    A page names what it shows, relative to ``fl_lightning``, in a comment, such as
+    ``code: algorithms.fedsmoo.FedSMOO.local_step``. Annotations of types and docstrings are left out, since the box
+    beside says what they say; the rest is the source.
+    """
+    return CODE_BESIDE_BOX.sub(lambda match: match[1] + fences(match[2].split()) + match[3], text)
+
+
 TUNED = "alpha 0.05"
 """The column of the digits whose rows stand on the algorithms' pages."""
 COLUMNS = {
@@ -115,7 +165,7 @@ def loop_quote(text: str) -> str:
 
 def renewals() -> dict[Path, Iterable[Renewal]]:
     """All files that are renewed, but the index of the command line, and what renews each."""
-    each = dict.fromkeys(sorted(PAGES.glob("*.md")), (page_code.fill, tuned))
+    each = dict.fromkeys(sorted(PAGES.glob("*.md")), (code_beside_boxes, tuned))
     table = between("<!-- catalogue -->\n", "<!-- /catalogue -->", catalogue.markdown)
     batch = (ROOT / "examples/slurm.sh").read_text()
     return each | {

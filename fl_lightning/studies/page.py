@@ -25,12 +25,11 @@ FEW = 4
 SHOWN = ("mean", "target_round", "flatness/critical_sharpness")
 """Statistics that the page has beside the suite's measures; `compare` has all."""
 LEGEND = (
-    "*Seeds* is the number of those in the means; seeds that have *collapsed*, as the suite says it, are named and "
-    "enter no mean. A method is *self-reported* until another process has trained one of its rows again to the bit (of "
-    "a long one, its first rounds), then *checked*, and *verified* if its program was also held against its "
-    "authors'; the number behind it counts such rows. Differences are means over the common seeds, with 95 % "
-    "intervals by Student's t; the best value is bold if that to the next best leaves out 0, or with one seed. "
-    "`fl-lightning compare` of the rows has further columns."
+    "*Seeds* counts those in the means; *collapsed* ones, as the suite says it, are named and enter none. A method is "
+    "*self-reported* until another process has trained one of its rows again to the bit (of a long one, its first "
+    "rounds), then *checked*, and *verified* if its program also repeats its authors'; the number behind counts such "
+    "rows. Differences are over common seeds, with 95 % intervals by Student's t; the best value is bold if that to "
+    "the next best leaves out 0, or with one seed. `fl-lightning compare` has further columns."
 )
 TAU, RESAMPLES = 4.0, 1000
 """Up to how many times the smallest cost a method scores, and how often the seeds are drawn again."""
@@ -38,9 +37,8 @@ COSTS = {"target_round": "by rounds", "target_passes": "by passes", "target_bits
 """What is compared, in `Summary`."""
 SCORES = (
     "What reaching the targets costs: the score is the mean of a method's performance profile from 1 to 4 times the "
-    "smallest cost, over the columns (1: the cheapest everywhere; 0: nowhere within 4 times), with 95 % bootstrap "
-    "intervals over the seeds. A seed that never reaches the target costs infinitely much. Methods that "
-    "score 0 are left out."
+    "smallest cost, over the columns (1: the cheapest everywhere; 0, left out: nowhere within 4 times), with 95 % "
+    "bootstrap intervals over the seeds. Never reaching a target costs infinitely much."
 )
 TRIED = (
     "Accuracy on held-out data and lambda_max of all settings that were tried: the ones on the front, where no other "

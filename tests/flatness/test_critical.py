@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from fl_lightning import (
 from fl_lightning.flatness import critical_rate, gradient, mean_loss
 from fl_lightning.flatness.neighbourhood import search
 from fl_lightning.results.metrics import read_metrics
-from tests.problem import GOLDEN, Golden
+from tests.problem import Golden, trajectory
 
 CE = nn.CrossEntropyLoss(reduction="none")
 
@@ -73,8 +72,7 @@ def problem(golden: Golden) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Ten
     """Net and data of the golden problem, the model of FedAvg after six rounds, and the gradient there."""
     net = golden.net().double()
     data = [(torch.from_numpy(x).double(), torch.from_numpy(y)) for x, y in golden.arrays]
-    with np.load(GOLDEN / "fedsam__FedAvg.npz") as z:
-        w = torch.from_numpy(z["global"][6])
+    w = torch.from_numpy(trajectory("fedsam__FedAvg")["global"][6])
     return net, data, w, gradient(net, CE, data, w)
 
 

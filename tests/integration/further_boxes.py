@@ -1,7 +1,6 @@
-"""The boxes of ten methods beyond the five papers, transcribed as those of `boxes`.
+"""The boxes of the methods beyond the five papers, transcribed as those of `boxes`; A-FedPD's rule is there.
 
-A and B are the two files of the spec on further methods: FedACG, MOON, FedExP, FedDecorr, FedLC; and FedSWA, FedMoSWA,
-FedNSAM, FedSOL, FedWMSAM.
+In FedScar and its variants every client's bias decays in every round.
 """
 # ruff: noqa: B023  (a closure is called in its own round only)
 
@@ -11,9 +10,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.autograd import grad
+from torch.nn.functional import conv2d, cross_entropy, linear, max_pool2d, relu
 
-from tests.integration.boxes import Loss, Models, Problem, kl, plain_mean
+from tests.integration.boxes import Loss, Models, Problem, kl, plain_mean, total, virtual
 
 
 def fedacg(P: Problem, lam: float, beta: float, whole: bool = False) -> Models:
@@ -231,4 +231,216 @@ def fedsol(P: Problem, rho: float, tau: float = 3.0, fixed: bool = False) -> Mod
 
             wk[k] = P.sgd(t, k, w[t], d)
         w.append(P.mean(wk))
+    return w
+
+
+def clipped(P: Problem, u: Tensor) -> Tensor:
+    return u if P.s.clip is None else u * min(1.0, P.s.clip / (float(u.norm()) + 1e-6))
+
+
+def fedtoga(
+    P: Problem, rho: float, b1: float, kappa: float, beta: float, last_g: str = "perturbed", absent: bool = False
+) -> Models:
+    """FedTOGA."""
+    w, lam_i, lam, Delta = [P.w0], P.zeros(), P.zero, P.zero
+    for t, S in P.rounds():
+        wk = {}
+        for k in S:
+            r = P.zero
+
+            def d(v: Tensor, k: int = k) -> Tensor:
+                nonlocal r
+                g = P.g(k, v)
+                a = g + kappa * Delta + (g if last_g == "present" else r)  # 2
+                u = P.g(k, v + rho * a / (a.norm() + 1e-7))  # 3
+                if last_g == "perturbed":  # 4
+                    r = u
+                elif last_g == "corrected":
+                    r = clipped(P, u - lam_i[k] - w[t] / beta + b1 * Delta)
+                return u - lam_i[k] + (v - w[t]) / beta + b1 * Delta  # 5
+
+            wk[k] = P.sgd(t, k, w[t], d)
+            lam_i[k] = lam_i[k] - (wk[k] - w[t]) / beta  # 6
+        lam = lam - total({k: wk[k] - w[t] for k in S}) / (beta * P.M)  # 7
+        if absent:
+            lam = virtual(P, lam_i, wk, w[t], beta)
+        Delta = -(plain_mean(wk) - w[t]) / (sum(P.K[k] for k in S) / len(S))
+        w.append(P.mean(wk) - beta * lam)
+    return w
+
+
+def newton(u: Tensor) -> Tensor:
+    """Muon, lines 2 and 3, of one matrix."""
+    X = u / ((u**2).sum().sqrt() + 1e-7)
+    if tall := u.shape[0] > u.shape[1]:
+        X = X.T
+    for _ in range(5):
+        A = X @ X.T
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X.T if tall else X
+
+
+def muon(P: Problem, eta: float, f: float, b: float, gamma: float | None = None) -> Models:
+    """Local Muon; with gamma FedMuon."""
+    w, G, B, share = [P.w0], P.zero, P.split(P.zero), gamma or 0.0
+    for t, S in P.rounds():
+        rate, wk, Bk = eta * P.s.lr_decay**t, {}, {}
+        for k in S:
+            v, buffer = w[t], dict(B) if gamma is not None else P.split(P.zero)
+            m, s = P.split(P.zero), P.split(P.zero)
+            for n in range(1, P.K[k] + 1):
+                g, new = P.split(clipped(P, P.g(k, v))), []
+                for name, p in P.split(v).items():
+                    d = g[name]
+                    if p.ndim >= 2:
+                        buffer[name] = b * buffer[name] + (1 - b) * d
+                        u = (1 - b) * d + b * buffer[name]
+                        o = newton(u.reshape(p.shape[0], -1)).reshape(p.shape)
+                        o, e = o * max(1, p.shape[-2] / p.shape[-1]) ** 0.5, rate * f * (1 - share)
+                    else:
+                        m[name], s[name] = 0.9 * m[name] + 0.1 * d, 0.95 * s[name] + 0.05 * d**2
+                        o = m[name] / (1 - 0.9**n) / ((s[name] / (1 - 0.95**n)).sqrt() + 1e-10)
+                        e = rate * (1 - share)
+                    new.append(((1 - 0.01 * e) * p - e * o).flatten())
+                v = torch.cat(new) - rate * share * G
+            wk[k], Bk[k] = v, buffer
+        G = -(plain_mean(wk) - w[t]) / (rate * sum(P.K[k] for k in S) / len(S))
+        B = {name: plain_mean({k: Bk[k][name] for k in S}) for name in B}
+        w.append(P.mean(wk))
+    return w
+
+
+def fedadamw(P: Problem, eta: float, gamma: float, running: bool = False) -> Models:
+    """FedAdamW; running: the code's count of the first moment."""
+    w, G, vbar, n = [P.w0], P.zero, P.zero, 0.0
+    for t, S in P.rounds():
+        rate, wk, s_i = eta * P.s.lr_decay**t, {}, {}
+        for i in S:
+            v, m, s = w[t], P.zero, vbar
+            for k in range(1, P.K[i] + 1):
+                g = clipped(P, P.g(i, v))
+                m, s = 0.9 * m + 0.1 * g, 0.999 * s + 0.001 * g**2
+                m_hat, s_hat = m / (1 - 0.9 ** (k + (n if running else 0))), s / (1 - 0.999 ** (n + k))
+                v = (1 - 0.01 * rate) * v - rate * m_hat / (s_hat.sqrt() + 1e-8)
+                v = v - rate * gamma * G
+            wk[i], s_i[i] = v, s
+        K = sum(P.K[i] for i in S) / len(S)
+        G, vbar, n = -(plain_mean(wk) - w[t]) / (rate * K), plain_mean(s_i), n + K
+        w.append(P.mean(wk))
+    return w
+
+
+def along(x: Tensor) -> Tensor:
+    """unit(d) = d / ||d||, and unit(0) = 0."""
+    return x / x.norm() if x.norm() > 0 else x
+
+
+def fedscar(
+    P: Problem,
+    alpha: float = 0.1,
+    gama: float = 0.9,
+    beta: float = 0.06,
+    rho: float = 0.1,
+    variant: str = "FedScar",
+    variance: bool = False,
+    tau: float = 0.1,
+    trace: list[float] | None = None,
+) -> Models:
+    """FedScar, Scars, Scarl, Scarle, Scar2; ``trace`` gets the strength that each round forms."""
+    w, M = [P.w0], range(P.M)
+    h, b, a = P.zeros(), P.zeros(), [0.0] * P.M
+    z: dict[int, Tensor] = {}
+    m: dict[int, Tensor] = {}
+    for t, S in P.rounds():
+        b = [gama * x for x in b]  # 1
+        v0 = {}
+        for i in S:  # 2
+            if i in z:
+                way = w[t] - z[i] - (m[i] if variant == "Scarl" else 0)
+                b[i] = b[i] + (a[i] if variance else alpha) * along(way)
+                v0[i] = w[t] + b[i]
+            else:
+                v0[i] = w[t]
+        bbar = sum(b, P.zero) / P.M  # 3
+        D = P.zero if t == 0 else w[t - 1] - w[t]
+        wk = {}
+        for i in S:
+            p = z.get(i, v0[i])  # 4
+            c = beta * (h[i] + b[i]) + (bbar - b[i])
+            if variant == "Scars":
+                c = beta * (h[i] + b[i])
+            elif variant == "Scarl":
+                c = tau * (bbar - b[i])
+            elif variant == "Scar2":
+                c, p = beta * h[i], v0[i]
+
+            def d(v: Tensor, i: int = i, p: Tensor = p, c: Tensor = c) -> Tensor:
+                if variant == "Scarle":
+                    u = P.g(i, v + rho * D / (D.norm() + 1e-7))
+                elif rho:
+                    g = P.g(i, v)
+                    u = P.g(i, v + rho * g / (g.norm() + 1e-7))
+                else:
+                    u = P.g(i, v)
+                force = beta / 2 * along(v - p)
+                if variant == "Scars":
+                    force = -beta / 2 * along(v - v0[i])
+                elif variant == "Scarl":
+                    force = P.zero
+                return u + force + c
+
+            wk[i] = P.sgd(t, i, v0[i], d)  # 5
+            m[i] = wk[i] - v0[i]
+            h[i] = h[i] + m[i]  # 6
+            z[i] = wk[i]
+        mean = P.mean(wk)
+        strength = alpha / P.M * sum(float((m[j] - (mean - w[t])).norm()) for j in m)
+        for i in S:
+            a[i] = strength
+        if trace is not None:
+            trace.append(strength)
+        if variant == "Scarl":
+            w.append(mean - bbar)
+        else:
+            w.append(mean + beta / P.M * sum((h[j] - b[j] for j in M), P.zero))  # 7
+    return w
+
+
+def fedscar4(P: Problem, alpha: float, beta: float) -> Models:
+    """Scar4."""
+    w, lam, z = [P.w0], P.zeros(), dict[int, Tensor]()
+    for t, S in P.rounds():
+        wk = {}
+        for i in S:
+            v0 = w[t] + beta * (w[t] - z[i]) if i in z else w[t]
+            wk[i] = P.sgd(t, i, v0, lambda v, i=i: P.g(i, v) + alpha / 2 * along(v - v0) + alpha * lam[i])
+            lam[i] = lam[i] + (wk[i] - v0)
+            z[i] = wk[i]
+        w.append(P.mean(wk) + sum(lam, P.zero) / P.M)
+    return w
+
+
+def activations(P: Problem, k: int, v: Tensor) -> list[Tensor]:
+    """The outputs of the convolution and of the first linear layer after ReLU, pooling not counted."""
+    p, (x, _) = P.split(v), P.data[k]
+    conv = relu(conv2d(x, p["conv.weight"], p["conv.bias"], padding=1))
+    fc1 = relu(linear(max_pool2d(conv, 2).flatten(1), p["fc1.weight"], p["fc1.bias"]))
+    return [conv, fc1]
+
+
+def man(P: Problem, zeta: float, rho: float = 0.0) -> Models:
+    """MAN with FedAvg; with rho FedSAM: the term is in both passes."""
+    w = [P.w0]
+
+    def g(k: int, v: Tensor) -> Tensor:
+        v = v.detach().requires_grad_()
+        term = sum((a**2).mean() for a in activations(P, k, v))
+        return grad(cross_entropy(P.logits(k, v), P.data[k][1]) + zeta / 2 * term, v)[0]
+
+    def d(k: int, v: Tensor) -> Tensor:
+        ascent = rho * along(g(k, v)) if rho else 0
+        return g(k, v + ascent)
+
+    for t, S in P.rounds():
+        w.append(P.mean({k: P.sgd(t, k, w[t], lambda v, k=k: d(k, v)) for k in S}))
     return w

@@ -10,9 +10,9 @@ import torch
 
 import fl_lightning as fl
 from fl_lightning.engine.catalogue import entries
-from tests.integration import boxes, fourth_boxes, further_boxes, third_boxes
+from tests.integration import boxes, further_boxes
 from tests.integration.boxes import Models, Problem, Setting, asam, fedopt, momentum, sam
-from tests.problem import GOLDEN, Golden
+from tests.problem import Golden, trajectory
 
 Box = Callable[[Problem], Models]
 Averaged = Callable[[Problem], tuple[Models, Models]]
@@ -333,69 +333,69 @@ CASES |= {
         lambda **k: fl.NaiveFedGloSS(rho=0.1, beta=5.0, absent="virtual", **k),
     ),
     "FedTOGA": (
-        lambda P: third_boxes.fedtoga(P, 0.1, 0.9, 1.0, 5.0),
+        lambda P: further_boxes.fedtoga(P, 0.1, 0.9, 1.0, 5.0),
         lambda **k: fl.FedTOGA(rho=0.1, b1=0.9, kappa=1.0, beta=5.0, **k),
     ),
     "FedTOGA-present-virtual": (
-        lambda P: third_boxes.fedtoga(P, 0.1, 0.5, 0.7, 5.0, "present", absent=True),
+        lambda P: further_boxes.fedtoga(P, 0.1, 0.5, 0.7, 5.0, "present", absent=True),
         lambda **k: fl.FedTOGA(rho=0.1, b1=0.5, kappa=0.7, beta=5.0, last_g="present", absent="virtual", **k),
     ),
     "FedTOGA-corrected": (
-        lambda P: third_boxes.fedtoga(P, 0.1, 0.9, 1.0, 5.0, "corrected"),
+        lambda P: further_boxes.fedtoga(P, 0.1, 0.9, 1.0, 5.0, "corrected"),
         lambda **k: fl.FedTOGA(beta=5.0, last_g="corrected", **k),
     ),
     "LocalMuon": (
-        lambda P: third_boxes.muon(P, 0.001, 20, 0.95),
+        lambda P: further_boxes.muon(P, 0.001, 20, 0.95),
         lambda **k: fl.LocalMuon(**instead(k, fl.Muon())),  # type: ignore[arg-type]
     ),
     "FedMuon": (
-        lambda P: third_boxes.muon(P, 0.005, 4, 0.98, gamma=0.3),
+        lambda P: further_boxes.muon(P, 0.005, 4, 0.98, gamma=0.3),
         lambda **k: fl.FedMuon(gamma=0.3, **instead(k, fl.Muon(lr_others=0.25, momentum=0.98))),  # type: ignore[arg-type]
     ),
-    "FedAvg+MAN": (lambda P: fourth_boxes.man(P, 0.5), lambda **k: fl.FedAvg(parts=[fl.MAN(0.5)], **k)),
+    "FedAvg+MAN": (lambda P: further_boxes.man(P, 0.5), lambda **k: fl.FedAvg(parts=[fl.MAN(0.5)], **k)),
     "FedSAM+MAN": (
-        lambda P: fourth_boxes.man(P, 1.0, 0.1),
+        lambda P: further_boxes.man(P, 1.0, 0.1),
         lambda **k: fl.FedSAM(rho=0.1, parts=[fl.MAN(1.0)], **k),
     ),
-    "FedScar": (fourth_boxes.fedscar, lambda **k: fl.FedScar(**k)),
+    "FedScar": (further_boxes.fedscar, lambda **k: fl.FedScar(**k)),
     "FedScar-rho0": (
-        lambda P: fourth_boxes.fedscar(P, 0.5, 0.5, 0.3, 0.0),
+        lambda P: further_boxes.fedscar(P, 0.5, 0.5, 0.3, 0.0),
         lambda **k: fl.FedScar(alpha=0.5, gamma=0.5, beta=0.3, rho=0.0, **k),
     ),
     "FedScar-variance": (
-        lambda P: fourth_boxes.fedscar(P, 1.0, rho=0.05, variance=True),
+        lambda P: further_boxes.fedscar(P, 1.0, rho=0.05, variance=True),
         lambda **k: fl.FedScar(alpha=1.0, rho=0.05, strength="variance", **k),
     ),
     "FedScars": (
-        lambda P: fourth_boxes.fedscar(P, 1.0, 0.8, variant="Scars", variance=True),
+        lambda P: further_boxes.fedscar(P, 1.0, 0.8, variant="Scars", variance=True),
         lambda **k: fl.FedScar(alpha=1.0, gamma=0.8, tau=0.0, strength="variance", force="from_start", **k),
     ),
     "FedScarl": (
-        lambda P: fourth_boxes.fedscar(P, 1.0, 0.9, 0.0, 0.0, "Scarl", variance=True, tau=0.2),
+        lambda P: further_boxes.fedscar(P, 1.0, 0.9, 0.0, 0.0, "Scarl", variance=True, tau=0.2),
         lambda **k: fl.FedScarl(tau=0.2, rho=0.0, **k),
     ),
     "FedScarl-fixed": (
-        lambda P: fourth_boxes.fedscar(P, 0.2, 0.9, 0.0, 0.1, "Scarl"),
+        lambda P: further_boxes.fedscar(P, 0.2, 0.9, 0.0, 0.1, "Scarl"),
         lambda **k: fl.FedScarl(alpha=0.2, strength="fixed", **k),
     ),
     "FedScarle": (
-        lambda P: fourth_boxes.fedscar(P, beta=0.1, rho=0.2, variant="Scarle"),
+        lambda P: further_boxes.fedscar(P, beta=0.1, rho=0.2, variant="Scarle"),
         lambda **k: fl.FedScar(beta=0.1, rho=0.2, ascent_to="global_update", **k),
     ),
     "FedScar2": (
-        lambda P: fourth_boxes.fedscar(P, 0.0, variant="Scar2", beta=0.2),
+        lambda P: further_boxes.fedscar(P, 0.0, variant="Scar2", beta=0.2),
         lambda **k: fl.FedScar(alpha=0.0, beta=0.2, force="start", **k),
     ),
     "FedScar4": (
-        lambda P: fourth_boxes.fedscar4(P, 0.05, 0.2),
+        lambda P: further_boxes.fedscar4(P, 0.05, 0.2),
         lambda **k: fl.FedScar4(alpha=0.05, beta=0.2, **k),
     ),
     "FedAdamW": (
-        lambda P: third_boxes.fedadamw(P, 0.01, 0.5),
+        lambda P: further_boxes.fedadamw(P, 0.01, 0.5),
         lambda **k: fl.FedAdamW(**instead(k, fl.AdamW(0.01))),  # type: ignore[arg-type]
     ),
     "FedAdamW-running": (
-        lambda P: third_boxes.fedadamw(P, 0.01, 0.3, running=True),
+        lambda P: further_boxes.fedadamw(P, 0.01, 0.3, running=True),
         lambda **k: fl.FedAdamW(gamma=0.3, count="running", **instead(k, fl.AdamW(0.01))),  # type: ignore[arg-type]
     ),
 }
@@ -536,13 +536,12 @@ GOLDEN_RUNS: dict[str, tuple[str, Box]] = {
 def test_box_meets_official_code(golden: Golden, name: str) -> None:
     weighting, box = GOLDEN_RUNS[name]
     models = box(problem(golden, Setting(weight_decay=1e-3, weighting=weighting)))
-    with np.load(GOLDEN / f"{name}.npz") as z:
-        np.testing.assert_allclose(torch.stack(models), z["global"], rtol=0, atol=1e-7)
+    np.testing.assert_allclose(torch.stack(models), trajectory(name)["global"], rtol=0, atol=1e-7)
 
 
 def test_swa_meets_official_code(golden: Golden) -> None:
     P = problem(golden, Setting(weight_decay=1e-3))
     evaluated = boxes.with_swa(P, GOLDEN_RUNS["fedsam__FedASAM+SWA"][1], start=2, cycle=1)[1]
-    with np.load(GOLDEN / "fedsam__FedASAM+SWA.npz") as z:
-        swa = torch.stack(evaluated)[z["extra_swa_round"]]
-        np.testing.assert_allclose(swa, z["extra_swa"], rtol=0, atol=2e-7)
+    expected = trajectory("fedsam__FedASAM+SWA")
+    swa = torch.stack(evaluated)[expected["extra_swa_round"]]
+    np.testing.assert_allclose(swa, expected["extra_swa"], rtol=0, atol=2e-7)

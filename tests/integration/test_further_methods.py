@@ -43,7 +43,7 @@ from fl_lightning import (
 from fl_lightning.core.state import ClientContext, State
 from fl_lightning.data.histogram import class_counts
 from tests.integration.test_identities import WD, close, path
-from tests.problem import GOLDEN, Golden
+from tests.problem import Golden, trajectory
 
 
 @pytest.mark.slow
@@ -170,8 +170,7 @@ def test_terms_of_the_losses(golden: Golden, k: int) -> None:
     """Values of public programs at the initial weights; MOON's teachers are rows of a stored trajectory."""
     x, y = torch.from_numpy(golden.arrays[k][0]).double(), torch.from_numpy(golden.arrays[k][1])
     net = golden.net().double()
-    with np.load(GOLDEN / "fedsam__FedAvg.npz") as z:
-        teachers = [torch.from_numpy(z["global"][row]) for row in (1, 2)]
+    teachers = list(torch.from_numpy(trajectory("fedsam__FedAvg")["global"][1:3]))
     counts = torch.bincount(y, minlength=4)
     assert tuple(counts.tolist()) == COUNTS[k]
 

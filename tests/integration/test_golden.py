@@ -51,7 +51,7 @@ from fl_lightning import (
 )
 from fl_lightning.algorithms.parts import Gradient, Step, admm_pull
 from fl_lightning.core import ClientContext, State, norm
-from tests.problem import GOLDEN, Golden
+from tests.problem import Golden, trajectory
 
 Make = Callable[..., LocalObjective]
 
@@ -78,7 +78,7 @@ RUNS: dict[str, Make] = {
         rho=0.1, beta=10, sigma_scale="code", ascent=SAM(0.1), weighting="samples", **k
     ),
     "FedGF__FedGF": lambda **k: FedGF(rho=0.1, rho_g=0.2, T_D=0.3, W=3, weighting="samples", **k),
-    # beta C = 40 in the file: C = 4 clients there and here, the sum over 2 of them
+    # beta C = 40 in the run: C = 4 clients there and here, the sum over 2 of them
     "fedgloss__FedGloSS-SAM__papersigma": lambda **k: FedGloSS(
         rho=0.1, beta=10, sigma_scale="paper", ascent=SAM(0.1), weighting="samples", **k
     ),
@@ -119,7 +119,7 @@ MORE: dict[str, Make] = {
     "FedScar__FedScar4": FedScar4,
     "FedAdamW__FedAdamW": lambda **k: FedAdamW(k["net"], 0.5, "running", AdamW(lr=0.01)),
 }
-"""Of methods beyond the five papers, and what further arrays of a file are: each after its round, or after the last."""
+"""Of methods beyond the five papers, and what further arrays of a run are: each after its round, or after the last."""
 STATE_OF_MORE: dict[str, Callable[[State], torch.Tensor]] = {
     "extra_m": lambda server: -server.server_v,
     "extra_m_last": lambda server: -server.server_v,
@@ -134,8 +134,7 @@ STATE_OF_MORE: dict[str, Callable[[State], torch.Tensor]] = {
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("name", MORE)
 def test_trajectory_of_more_methods(golden: Golden, name: str) -> None:
-    with np.load(GOLDEN / f"{name}.npz") as z:
-        expected = {key: z[key] for key in z.files}
+    expected = trajectory(name)
     golden.schedule = expected["local_ids"].tolist()
     if json.loads(str(expected["hyper"])).get("equal_n"):
         golden.arrays = [(x[:24], y[:24]) for x, y in golden.arrays]
@@ -183,8 +182,7 @@ EXTRA_SERVER = {"extra_sigma": "lam", "extra_final_c_params_list": "c"}
 @pytest.mark.parametrize(("dtype", "atol"), [(np.float64, 1e-7), (np.float32, 2e-6)], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", RUNS)
 def test_trajectory(golden: Golden, name: str, dtype: Any, atol: float) -> None:
-    with np.load(GOLDEN / f"{name}.npz") as z:
-        expected = {key: z[key] for key in z.files}
+    expected = trajectory(name)
     objective = RUNS[name](net=golden.net(), optimizer=SGD(lr=0.1, weight_decay=1e-3))
     fit, record = golden.run(objective, dtype)
 

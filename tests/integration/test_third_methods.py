@@ -6,7 +6,6 @@ import pickle
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ from fl_lightning import (
 from fl_lightning.algorithms.parts.adaptive import orthogonalized
 from fl_lightning.core import ClientContext, FlatSpec, State, norm
 from tests.integration.test_identities import WD, close, path
-from tests.problem import GOLDEN, Golden
+from tests.problem import Golden, trajectory
 
 METHODS = [FedDyn, FedGMT, FedGMTv2, FedGloSS, FedLESAMD, FedSMOO, FedSpeed, FedTOGA, NaiveFedGloSS]
 EVERYBODY = ReplaySampler([[0, 1, 2, 3]] * 3)
@@ -124,8 +123,7 @@ def test_fedmuon_without_its_means_is_local_muon(golden: Golden) -> None:
 def test_bfloat16(golden: Golden) -> None:
     """Rounding in the iteration moves the weights by some percent of the way, as in the official program."""
     muon = Muon(lr_others=1.0, momentum=0.98, ns_bfloat16=True)
-    with np.load(GOLDEN / "REPAIRED-FedMuon__FedMuon__float64.npz") as z:
-        expected = torch.from_numpy(z["global"])
+    expected = torch.from_numpy(trajectory("REPAIRED-FedMuon__FedMuon__float64")["global"])
     off = (path(golden, FedMuon, optimizer=muon) - expected).abs().max()
     assert 1e-4 < off < 2e-2
 
