@@ -17,7 +17,8 @@ from fl_lightning.trainer.aggregation.base import Mean
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.loggers.base import TAKEN_BACK
 from fl_lightning.trainer.measurements.clients import evaluate_round
-from fl_lightning.trainer.round import Stopwatch, divergences
+from fl_lightning.trainer.received import divergences
+from fl_lightning.trainer.round import Stopwatch
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -84,7 +85,7 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
     Returns:
         Metrics of the last round, and the training loss of each client; None: it has trained nothing.
     """
-    watch, before = Stopwatch(), run.server
+    watch, before = Stopwatch(run), run.server
     cohorts = _cohorts(run, length(run))
     try:
         trained, rows = _train(run, before, cohorts) if cohorts else ([], {})
@@ -113,7 +114,7 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
             **{f"client/{kind}": len(clients) for kind, clients in failed.items()},
             **divergences(run),
             **(run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}),
-            **watch.spent(run, cohort, done.bits, steps, passes, training_s, rounds=len(trained)),
+            **watch.spent(cohort, done.bits, steps, passes, training_s, rounds=len(trained)),
         }
         if i == last:
             break
@@ -122,8 +123,8 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
             if evaluated := run.evaluates(run.rounds_done):
                 evaluate_round(run, losses.tolist())
             logged = run.write_metrics()
-            if evaluated:
-                run.call("on_round_logged", logged)
+        if evaluated:
+            run.call("on_round_logged", logged)
         if first and run.should_stop and i + 1 < last:  # by a logger: the next round is the last one
             last = i + 1
     if first:

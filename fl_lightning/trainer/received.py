@@ -210,6 +210,12 @@ def diverged(run: Run, t: int, what: str) -> DivergenceError:
     return DivergenceError(f"round {t + 1}: {what}, training has diverged; in the last rounds: {history}; {remedy}")
 
 
+def divergences(run: Run, one_more: bool = False) -> dict[str, float]:
+    """Returns how many rounds have been left out, if a run goes on after a divergence."""
+    count = run.metrics.get("client/diverged", 0) + one_more
+    return {"client/diverged": count} if run.settings.on_divergence == "continue" else {}
+
+
 def culprit(values: Mapping[str, Tensor], flat: FlatSpec) -> str:
     """Returns the first value that is not finite: its name, and the first parameter of the net where it is not.
 

@@ -15,7 +15,15 @@ from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.participation import Attendance
 from fl_lightning.trainer.participation.faults import LINES, failure_lines
-from fl_lightning.trainer.received import Arrivals, average, check_finite, diverged, surveyed, total_over
+from fl_lightning.trainer.received import (
+    Arrivals,
+    average,
+    check_finite,
+    diverged,
+    divergences,
+    surveyed,
+    total_over,
+)
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -64,7 +72,7 @@ class Round:
         self.attended, self.arrivals = list[Attendance](), list[Arrivals]()
         self.bits = self.steps = self.passes = 0
         self.training_s = 0.0
-        self._watch, self._callback_s = Stopwatch(), run.callback_s
+        self._watch = Stopwatch(run)
 
     def train(self, engine: Engine) -> Round:
         """Runs all phases.
@@ -123,7 +131,6 @@ class Round:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the applied round; its time is that since it was made, without callbacks."""
         run = self.run
-        callback_s = run.callback_s - self._callback_s
         loss = {"client/train/loss": float(self.losses.mean())} if len(self.losses) else {}
         return {
             **loss,
@@ -133,55 +140,41 @@ class Round:
             **divergences(run, self.diverged is not None),
             **(run.timing.metrics(run.metrics, self.attended) if run.timing else {}),
             **(self.cohort.flight.metrics() if self.cohort.flight else {}),
-            **self._watch.spent(run, self.cohort, self.bits, self.steps, self.passes, self.training_s, callback_s),
+            **self._watch.spent(self.cohort, self.bits, self.steps, self.passes, self.training_s),
         }
 
 
-def divergences(run: Run, one_more: bool = False) -> dict[str, float]:
-    """Returns how many rounds have been left out, if a run goes on after a divergence."""
-    count = run.metrics.get("client/diverged", 0) + one_more
-    return {"client/diverged": count} if run.settings.on_divergence == "continue" else {}
-
-
 class Stopwatch:
-    """Measures the time of rounds, from when it is made."""
+    """Measures the time of rounds of a run, from when it is made, without callbacks."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
+        self.run, self._callback_s = run, run.callback_s
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done within it does not count."""
+        """What is done within it, by no callback, does not count."""
         at, cpu_at = time.perf_counter(), time.process_time()
         yield
         self._started += time.perf_counter() - at
         self._cpu_started += time.process_time() - cpu_at
 
     def spent(
-        self,
-        run: Run,
-        cohort: Cohort,
-        bits: int,
-        steps: int,
-        passes: int,
-        training_s: float,
-        callback_s: float = 0.0,
-        rounds: int = 1,
+        self, cohort: Cohort, bits: int, steps: int, passes: int, training_s: float, rounds: int = 1
     ) -> dict[str, float]:
         """Returns the metrics of the effort of a round that has been applied.
 
         Args:
-            run: The run.
             cohort: The round's clients.
             bits: Bits that went over the wire.
             steps: Local steps.
             passes: Their forward and backward passes.
             training_s: Seconds of local training of all rounds since it was made.
-            callback_s: Seconds of callbacks, which do not count.
             rounds: Rounds since it was made, which share its time.
         """
+        run = self.run
         wait_for(run.fabric.device)
-        seconds = (time.perf_counter() - self._started - callback_s) / rounds
+        seconds = (time.perf_counter() - self._started - (run.callback_s - self._callback_s)) / rounds
         cpu_seconds = (time.process_time() - self._cpu_started) / rounds
         models = bits / (max(cohort.asked, 1) * 8 * run.server.w.nbytes)
         return {

@@ -5,8 +5,6 @@ from .base import PseudoGradient as PseudoGradient
 from .base import check_statistics as check_statistics
 from .base import dry_round as dry_round
 from .clients import ClientEvaluation as ClientEvaluation
-from .clients import DeltaEpsilon as DeltaEpsilon
-from .clients import Updates as Updates
 from .curvature import check_measures as check_measures
 from .sharpness import LPF as LPF
 from .sharpness import AdaptiveSharpness as AdaptiveSharpness
@@ -20,3 +18,5 @@ from .spectra import HessianTrace as HessianTrace
 from .spectra import LambdaMax as LambdaMax
 from .spectra import SpectralDensity as SpectralDensity
 from .spectra import Spectrum as Spectrum
+from .updates import DeltaEpsilon as DeltaEpsilon
+from .updates import Updates as Updates
