@@ -17,7 +17,7 @@ from PIL import Image
 from fl_lightning import CSVLogger, FederatedTrainer, TensorBoardLogger, UserError
 from fl_lightning.results.configs import flatten
 from fl_lightning.results.metrics import read_metrics
-from fl_lightning.trainer.loggers import About, base
+from fl_lightning.trainer.loggers import About, base, programs
 from tests.runs import last, run
 
 ABOUT = About("fit", "group", ("FedAvg", "Digits"), 1)
@@ -133,7 +133,7 @@ def test_tensorboard_reads_it(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "find_spec", lambda name: None)
+    monkeypatch.setattr(programs, "find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"^trainer.loggers = TensorBoardLogger: needs tensorboard; pip install tensorboard$"
     ):
