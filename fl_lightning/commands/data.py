@@ -78,10 +78,5 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
     rows = [(str(k), *row) for k, row in enumerate(numbers)]
     if clients > ROWS:
         rows[ROWS - 2 : -1] = [("…",)]
-    show_table(
-        filled(
-            heads,
-            ([name, *(f"{n:,}" if n else "" for n in row)] for name, *row in (*rows, ("all", *numbers.sum(0)))),
-            left=len(heads),
-        )
-    )
+    cells = [[name, *(f"{n:,}" if n else "" for n in row)] for name, *row in (*rows, ("all", *numbers.sum(0)))]
+    show_table(filled(heads, cells, left=len(heads)))

@@ -8,7 +8,7 @@ from torch import nn
 
 from fl_lightning.core import checked, ensure, files, make_folder, write_atomically
 from fl_lightning.results import config_of, is_private, say
-from fl_lightning.trainer import RunFolder
+from fl_lightning.trainer import Run, RunFolder
 from fl_lightning.trainer.storage import checkpoint
 
 HERE = (
@@ -94,13 +94,7 @@ def load_net(run_folder: str | Path, client: int | None = None) -> nn.Module:
                 loaded = made.trainer.load(made.model, made.data, str(path), clients=client is not None)
                 loaded.load_statistics(loaded.global_model)
                 if client is not None:
-                    ensure(made.model.personal, "client: clients of this run have no models of their own; leave it out")
-                    row = loaded.clients.row(client)
-                    ensure(row is not None, f"client = {client}: has not trained in this run; give one that has")
-                    assert row is not None
-                    loaded.net.move_to(made.model.client_model(loaded.global_model, row))
-                    if made.model.net_buffers is not None and "buffers" in row:
-                        made.model.net_buffers.load(made.model.net, row.buffers)
+                    _load_own(loaded, client)
             weights |= made.model.net.state_dict()
     net: nn.Module = made.model.net
     ensure(
@@ -110,3 +104,14 @@ def load_net(run_folder: str | Path, client: int | None = None) -> nn.Module:
     net.to(weights[next(name for name, _ in net.named_parameters())].dtype)
     net.load_state_dict(weights)
     return net
+
+
+def _load_own(run: Run, client: int) -> None:
+    """Loads a client's own model into the net."""
+    ensure(run.objective.personal, "client: clients of this run have no models of their own; leave it out")
+    row = run.clients.row(client)
+    ensure(row is not None, f"client = {client}: has not trained in this run; give one that has")
+    assert row is not None
+    run.net.move_to(run.objective.client_model(run.global_model, row))
+    if run.objective.net_buffers is not None and "buffers" in row:
+        run.objective.net_buffers.load(run.objective.net, row.buffers)

@@ -203,7 +203,8 @@ def run(
     ]
     write_lines(lines, make_folder(folder))
     show_table(table_of(lines))
-    say(f"results: {folder}" + (" (table.md says how flatness was measured)" if protocols(lines) else ""))
+    how_measured = " (table.md says how flatness was measured)" if protocols(lines) else ""
+    say(f"results: {folder}{how_measured}")
 
 
 def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> None:

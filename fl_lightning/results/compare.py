@@ -50,14 +50,8 @@ class Group:
     @property
     def title(self) -> str:
         """The settings that tell it from the others in a line, as in ``FedSAM, rho 0.1``; its name where none does."""
-        return (
-            ", ".join(
-                f"{key} {value}" if NUMBER.fullmatch(value) else value
-                for key, value in self.settings.items()
-                if value != MISSING and not self.named
-            )
-            or self.name
-        )
+        parts = [(key, value) for key, value in self.settings.items() if value != MISSING and not self.named]
+        return ", ".join(f"{key} {value}" if NUMBER.fullmatch(value) else value for key, value in parts) or self.name
 
     @property
     def metrics(self) -> list[Path]:

@@ -194,11 +194,12 @@ class PaperFigure:
     @property
     def says(self) -> list[str]:
         """Lines that stand in the output and above the picture: whether it is the paper's, and what is assumed."""
-        return [
-            f"{self.paper}, Figure {self.number}: {self.shows} ({self.draws})",
-            f"a part of the paper's figure; missing: {self.missing}" if self.missing else "as the paper describes it",
-            *([f"open in the text that we had, and assumed: {self.taken}"] if self.taken else []),
-        ]
+        found = f"{self.paper}, Figure {self.number}: {self.shows} ({self.draws})"
+        state = (
+            f"a part of the paper's figure; missing: {self.missing}" if self.missing else "as the paper describes it"
+        )
+        taken = [f"open in the text that we had, and assumed: {self.taken}"] if self.taken else []
+        return [found, state, *taken]
 
     @property
     def folder(self) -> str:

@@ -80,11 +80,8 @@ def page(
         numbers += ({"column": column.name, **each} for each in of_rows)
         sections.append((column.name, text, _figure(alive)))
         compared.append(groups)
-    tried = (
-        tuning.front(found[0], {group.name for groups in compared for group in groups})
-        if rows and (found := store_of(rows[0]))
-        else []
-    )
+    shown = {group.name for groups in compared for group in groups}
+    tried = tuning.front(found[0], shown) if rows and (found := store_of(rows[0])) else []
     head = [f"# {given['title']}", given["text"], rules if "suite" in given else "", LEGEND]
     head += [_profiles(compared), f"{TRIED}\n\n{_tried(tried)}" if tried else ""]
     return "\n\n".join(filter(None, head)), sections, numbers

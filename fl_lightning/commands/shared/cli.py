@@ -16,6 +16,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import fl_lightning
+from fl_lightning import FederatedDataModule, LocalObjective
 from fl_lightning.commands import COMMANDS
 from fl_lightning.commands.shared.arguments import kept, lists_classes, model_of_configs, prepare, settings_in
 from fl_lightning.commands.shared.index import PARTS, ArgumentsError
@@ -34,8 +35,8 @@ OTHER_RUN = re.compile(r"(model|data|model\.ascent|model\.net(\..*)?|(.*\.)?(rho
 
 def to_continue(
     trainer: FederatedTrainer,
-    model: fl_lightning.LocalObjective,
-    data: fl_lightning.FederatedDataModule,
+    model: LocalObjective,
+    data: FederatedDataModule,
     ckpt_path: str | None,
     kind: Kind = "federated",
 ) -> str | None:
@@ -212,9 +213,7 @@ class FederatedCLI(Command, LightningCLI):
                 )
             else:
                 parser.add_lightning_class_args(
-                    fl_lightning.LocalObjective if part == "model" else fl_lightning.FederatedDataModule,
-                    part,
-                    subclass_mode=True,
+                    LocalObjective if part == "model" else FederatedDataModule, part, subclass_mode=True
                 )
 
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:

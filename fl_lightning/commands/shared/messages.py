@@ -308,10 +308,8 @@ def _classless(path: str, message: str) -> str | None:
     """Returns the line for settings of a class without the class, at the key where the parser fails."""
     value = first_of(r"Given value: (\{.*\})$", message)
     names = re.findall(r"'(\w+)': ", value.replace("'init_args': {", ""))
-    choices = sorted(
-        (kind for kind in fitting_classes(path, ()) if {*names} & setting_names(kind)),
-        key=lambda kind: -len({*names} & setting_names(kind)),
-    )
+    choices = [kind for kind in fitting_classes(path, ()) if {*names} & setting_names(kind)]
+    choices.sort(key=lambda kind: -len({*names} & setting_names(kind)))
     if not choices or "'class_path'" in value:
         return None
     form = f"{{class_path: NAME, init_args: ...}}, such as {' or '.join(choices[:3])}"
