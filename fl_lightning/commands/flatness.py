@@ -160,8 +160,7 @@ def _show(path: Path, run: Run, measurements: Sequence[Measurement]) -> None:
         if m.residual is not None and m.value is not None:
             spread = f"{abs(m.residual * m.value):.1g} (residual)"
         value, mark = "undefined" if m.value is None else f"{m.value:.4g}", "*" if RETRAINED in m.model else ""
-        table.add_row(
-            f"{m.name}{mark}", value, spread, *([m.protocol().replace(f" {RETRAINED}", "*")] if twice else [])
-        )
+        on = [m.protocol().replace(f" {RETRAINED}", "*")] if twice else []
+        table.add_row(f"{m.name}{mark}", value, spread, *on)
     show_table(table)
     say(f"results: {path} (with the protocol of each measure)")

@@ -76,8 +76,9 @@ def run(
     Raises:
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
+    three = (len(compare), len(clients)) in ((2, 0), (0, 3))
     require(
-        kind != "plane" or (len(compare), len(clients)) in ((2, 0), (0, 3)),
+        kind != "plane" or three,
         "compare",
         list(compare),
         "a plane goes through two checkpoints more, or through the models of three clients",
@@ -165,9 +166,9 @@ def _perturbation(landscape: Landscape, points: int, span: float, directions: in
 def _trajectory(landscape: Landscape, client: int, points: int) -> None:
     """Draws local training of a client by the run's algorithm, FedAvg and FedSAM; of FedGMT four paths (its Fig. 6)."""
     run, own = landscape.run, landscape.run.objective
+    kinds = (FedAvg,) if type(own) is FedSAM else (FedAvg, FedSAM)
     objectives: dict[str, LocalObjective] = {
-        kind.__name__: kind(own.net, loss=own.loss, optimizer=own.optimizer)
-        for kind in ((FedAvg,) if type(own) is FedSAM else (FedAvg, FedSAM))
+        kind.__name__: kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in kinds
     }
     if type(own) is not FedAvg or own.ascent is not None or own.parts or own.relaxed_init:
         name = type(own).__name__

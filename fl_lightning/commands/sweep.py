@@ -64,16 +64,8 @@ def run(
     say(f"results: {controller.folder / 'sweep.csv'}")
     varied = list(dict.fromkeys(key for trial in controller.trials for key in trial.settings if key != "trainer.seed"))
     if len(varied) == 2:
-        print(
-            command(
-                "fl-lightning",
-                "compare",
-                str(controller.folder),
-                "--pivot",
-                ",".join(short_names(varied)),
-                before="its pivot: ",
-            )
-        )
+        names = ",".join(short_names(varied))
+        print(command("fl-lightning", "compare", str(controller.folder), "--pivot", names, before="its pivot: "))
     ended = list(controller.outcomes.values())
     complain(ended)
     for o in ended[:1] if best is None else ():

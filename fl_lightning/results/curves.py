@@ -120,11 +120,11 @@ def curve_files(runs: Mapping[str, Runs]) -> dict[str, str | bytes]:
     If all runs have a clock of the devices, there are ``curves_hours.png`` and ``.pdf``, too.
     """
     groups = read(runs)
+    bands = [(text, name, curve(group, name), group) for text, group in groups.items() for name in drawn(groups)]
     rows = (
         (text, name, *point, sum(name in run for run in group))
-        for text, group in groups.items()
-        for name in drawn(groups)
-        if (found := curve(group, name)) is not None
+        for text, name, found, group in bands
+        if found is not None
         for point in zip(*found, strict=True)
     )
     return {
@@ -298,16 +298,8 @@ def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -
         axes = figure.add_subplot(ylabel=name)
         for i, (text, bars) in enumerate(numbers.items()):
             heights, errors = [average(v) for v in bars.values()], [deviation(v) or 0.0 for v in bars.values()]
-            _bars(
-                axes,
-                i,
-                len(numbers),
-                map(groups.index, bars),
-                heights,
-                yerr=errors,
-                label=text,
-                error_kw={"linewidth": 0.6},
-            )
+            places = map(groups.index, bars)
+            _bars(axes, i, len(numbers), places, heights, yerr=errors, label=text, error_kw={"linewidth": 0.6})
         turned = len(groups) > 4
         axes.set_xticks(range(len(groups)), groups, rotation=45 * turned, ha="right" if turned else "center")
         scale_axis(axes.yaxis, [average(v) for bars in numbers.values() for v in bars.values()])

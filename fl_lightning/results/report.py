@@ -241,12 +241,8 @@ def papers(runs: Runs) -> list[tuple[str, Line]]:
     for group, files in runs:
         for found in {json.dumps(found, sort_keys=True): found for run in files for found in run.cells}.values():
             (paper, *_) = find(**{key: found[key] for key in COLUMNS if key in found})
-            rows.append(
-                (
-                    group.name,
-                    beside(paper, group.folders, float(found.get("fraction", 1)), settings=found.get("settings", "")),
-                )
-            )
+            how = float(found.get("fraction", 1)), (), found.get("settings", "")
+            rows.append((group.name, beside(paper, group.folders, *how)))
     return rows
 
 

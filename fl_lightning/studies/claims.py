@@ -107,23 +107,18 @@ def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
         rests = ["two settings each" if twice else "one setting each"] * bool(tuned)
         rests += ["published settings"] * (len(tuned) < len(run))
         said = f"**{verdict}**{LEANS.get(leaning, '') if verdict == 'open' else ''}"
-        claims.append(
-            {
-                **claim,
-                "verdict": verdict,
-                "columns": {
-                    column.title: {
-                        "verdict": each.verdict,
-                        "leaning": each.leaning,
-                        "difference": each.by.mean,
-                        "interval": each.by.ends,
-                        "seeds": each.by.seeds,
-                    }
-                    for column, each in run
-                    if each.by
-                },
+        numbers = {
+            column.title: {
+                "verdict": each.verdict,
+                "leaning": each.leaning,
+                "difference": each.by.mean,
+                "interval": each.by.ends,
+                "seeds": each.by.seeds,
             }
-        )
+            for column, each in run
+            if each.by
+        }
+        claims.append({**claim, "verdict": verdict, "columns": numbers})
         lines.append([said, claim["claim"], claim["paper"], of, *(each.text for each in found), "; ".join(rests)])
     of_columns = [
         f"{c.title} ({c.seeds} of {c.suite.seeds} seeds{'' if c.suite.alone else ', not alone'})" for c in columns

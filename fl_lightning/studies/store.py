@@ -136,9 +136,8 @@ def portable(config: Mapping[str, Any]) -> dict[str, Any]:
     left_out = set(EXECUTION) - {
         "engine", "client_block", "compile", "accelerator", "devices", "threads", "client_memory", "callbacks"
     }  # fmt: skip
-    return dict(
-        moved({**config, "trainer": {key: value for key, value in config["trainer"].items() if key not in left_out}})
-    )
+    trainer = {key: value for key, value in config["trainer"].items() if key not in left_out}
+    return dict(moved({**config, "trainer": trainer}))
 
 
 def digest(row: Path) -> str:
