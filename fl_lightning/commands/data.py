@@ -58,17 +58,12 @@ def _print(data: FederatedDataModule, counts: NDArray[np.int64]) -> None:
         (False, "share of different samples", different / sizes, ".3f"),
         (True, "samples of a class", counts.sum(0), ",.1f"),
     )
-    show_table(
-        filled(
-            ["", "min", "mean", "max"],
-            (
-                [name, *(f"{v:{form}}".removesuffix(".0") for v in (values.min(), values.mean(), values.max()))]
-                for of_classes, name, values, form in statistics
-                if by_class or not of_classes
-            ),
-            left=4,
-        )
-    )
+    lines = [
+        [name, *(f"{v:{form}}".removesuffix(".0") for v in (values.min(), values.mean(), values.max()))]
+        for of_classes, name, values, form in statistics
+        if by_class or not of_classes
+    ]
+    show_table(filled(["", "min", "mean", "max"], lines, left=4))
 
     more = [f"{classes - COLUMNS:,} more"] if classes > COLUMNS else []
     heads = ["client", "samples", *map(str, range(min(classes, COLUMNS))), *more]

@@ -99,10 +99,8 @@ def find(folders: list[str]) -> list[Listed]:
     """
     for folder in folders:
         ensure(Path(folder).is_dir(), f"folders = {folder}: no such folder; give run folders, or one above them")
-    return sorted(
-        map(_listed, {path.parent for folder in folders for path in Path(folder).resolve().rglob(STARTED)}),
-        key=lambda each: each.changed,
-    )
+    paths = {path.parent for folder in folders for path in Path(folder).resolve().rglob(STARTED)}
+    return sorted(map(_listed, paths), key=lambda each: each.changed)
 
 
 def _listed(folder: Path) -> Listed:

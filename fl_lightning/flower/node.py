@@ -138,11 +138,8 @@ class Node:
         (result,) = self.engine.train([job])
         keep = {str(values["version"]), *str(values["keep"]).split()}
         version = _stored(client, result.state, keep, kept) if result.state else ""
-        return {name: value.cpu() for name, value in result.upload.items()}, {
-            "loss": float(result.loss),
-            "finite": bool(result.finite),
-            "version": version,
-        }
+        upload = {name: value.cpu() for name, value in result.upload.items()}
+        return upload, {"loss": float(result.loss), "finite": bool(result.finite), "version": version}
 
     def _row(self, client: int, version: str, kept: Kept) -> State:
         key = f"{client}.{version}"

@@ -136,13 +136,8 @@ def read_clients(folder: Path) -> ClientTable | None:
         if row["round"] == last:
             clients.setdefault(row["client"], {}).update(row)
     columns = {name: np.array([clients[k].get(name, np.nan) for k in sorted(clients)]) for name in ("samples", *names)}
-    return ClientTable(
-        int(last),
-        names[0],
-        mode_of(f"{GLOBAL}/{names[0]}", None, read_directions(folder)),
-        columns.pop("samples"),
-        columns,
-    )
+    mode = mode_of(f"{GLOBAL}/{names[0]}", None, read_directions(folder))
+    return ClientTable(int(last), names[0], mode, columns.pop("samples"), columns)
 
 
 def with_values(tables: Sequence[ClientTable], column: str) -> list[ClientTable]:

@@ -73,8 +73,9 @@ class Group:
     @staticmethod
     def value(run: Summary, name: str) -> float | None:
         """Returns a statistic of a run by its name as in `values`; None if the run has not measured it."""
-        of_flatness = run.flatness.get(name.removeprefix("flatness/"))
-        return of_flatness if name.startswith("flatness/") else run.clients.get(name, getattr(run, name, None))
+        if name.startswith("flatness/"):
+            return run.flatness.get(name.removeprefix("flatness/"))
+        return run.clients.get(name, getattr(run, name, None))
 
     def _found(self, name: str) -> list[float]:
         return [value for run in self.runs if (value := self.value(run, name)) is not None]

@@ -102,11 +102,9 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """
     old, new = flatten(saved), flatten(here)
     keys = different([old, new])
+    kept = [key for key in keys if not any(key.startswith(f"{other}.") for other in keys) and not is_execution(key)]
     return [
-        f"{key} = {folded(old[key], 60)} (here: {folded(new[key], 60)})"
-        for key in keys
-        if key in old and key in new and not is_execution(key)
-        if not any(key.startswith(f"{other}.") for other in keys)
+        f"{key} = {folded(old[key], 60)} (here: {folded(new[key], 60)})" for key in kept if key in old and key in new
     ]
 
 

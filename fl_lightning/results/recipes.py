@@ -83,13 +83,11 @@ def recipe(cell: Cell) -> Recipe:
     cohort, _, clients = cell.participation.partition("/")
     flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
     flags += [f"--trainer.local_epochs={cell.epochs}"] if cell.epochs else []
+    value = [f"--model.{cell.algorithm.rpartition(' ')[2]}"] if "=" in cell.algorithm else []
     return Recipe(
         command="centralized" if cell.heterogeneity == "centralized" else "fit",
         config=f"experiment/{cell.paper}/{file}",
-        row=(
-            *(word for row in _parts(cell, file) for word in shlex.split(row.settings)),
-            *([f"--model.{cell.algorithm.rpartition(' ')[2]}"] if "=" in cell.algorithm else []),
-        ),
+        row=(*(word for row in _parts(cell, file) for word in shlex.split(row.settings)), *value),
         column=(*flags, *settings),
     )
 

@@ -134,9 +134,8 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
         Column("final", "final", "final", mode),
     ]
     shown = [replace(column, fraction=fraction) for column in shown]
-    for entry in (  # lambda_max_all: of all clients
-        known(each.name.format(leaf) + end) for each in METRICS if each.key for end in ("", "_all")
-    ):
+    registered = [entry.name.format(leaf) for entry in METRICS if entry.key]
+    for entry in (known(name + end) for name in registered for end in ("", "_all")):  # lambda_max_all: of all clients
         if is_of_clients(entry.name):
             best = None if entry.name.endswith("_gap") else mode_of(entry.name, None, directions)  # no sign is better
             shown.append(

@@ -265,7 +265,8 @@ class Tried:
             for column, texts in zip(columns, self.settings.values(), strict=True)
         ]
         numbers = (self.settings, lost["importances_mean"].tolist(), lost["importances_std"].tolist(), signs)
-        return sorted((Importance(*row) for row in zip(*numbers, strict=True)), key=lambda each: -each.lost), (
+        unsorted = (Importance(*row) for row in zip(*numbers, strict=True))
+        return sorted(unsorted, key=lambda importance: -importance.lost), (
             f"{n} configs; R² that a random forest loses when a setting is shuffled; on configs that it has not seen, "
             f"its R² is {forest.oob_score_:.2f}"
         )

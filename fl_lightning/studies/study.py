@@ -67,9 +67,8 @@ class Study:
             UserError: If a setting is wrong, a row's run breaks off, or the store has rows of other rules.
         """
         if not (self.store / ABOUT).is_file():
-            write_atomically(
-                make_folder(self.store, "into") / ABOUT, yaml.safe_dump(self.given, sort_keys=False, width=1000)
-            )
+            text = yaml.safe_dump(self.given, sort_keys=False, width=1000)
+            write_atomically(make_folder(self.store, "into") / ABOUT, text)
         own = frozen(self.given)
         others = {line["about"].get("suite", own) for line in Store(self.store).lines} - {own}
         ensure(

@@ -96,13 +96,13 @@ class Suite:
     def survivors(self, group: Group) -> tuple[Group, list[str]]:
         """Returns a group without the runs that have collapsed, and the seeds of these."""
         kept = [k for k, run in enumerate(group.runs) if run.mean > self.collapsed]  # NaN is not
-        alive = replace(
-            group,
-            folders=[group.folders[k] for k in kept],
-            seeds=[group.seeds[k] for k in kept],
-            runs=[group.runs[k] for k in kept],
+        folders, seeds, runs = (
+            [group.folders[k] for k in kept],
+            [group.seeds[k] for k in kept],
+            [group.runs[k] for k in kept],
         )
-        return alive, [str(seed[0] if seed else "none") for k, seed in enumerate(group.seeds) if k not in kept]
+        lost = [str(seed[0] if seed else "none") for k, seed in enumerate(group.seeds) if k not in kept]
+        return replace(group, folders=folders, seeds=seeds, runs=runs), lost
 
 
 def about_of(store: Path) -> dict[str, Any]:

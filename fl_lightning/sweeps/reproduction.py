@@ -263,13 +263,9 @@ def line(cell: Cell, outcomes: Sequence[Outcome], fraction: float = 1.0, setting
     """
     if (number := declared(cell)) is not None:
         return Line(cell, (number,))
-    return beside(
-        cell,
-        [outcome.folder for outcome in outcomes if outcome.folder is not None and outcome.error is None],
-        fraction,
-        [outcome.error for outcome in outcomes if outcome.error is not None],
-        settings,
-    )
+    broken = [outcome.error for outcome in outcomes if outcome.error is not None]
+    done = [outcome.folder for outcome in outcomes if outcome.folder is not None and outcome.error is None]
+    return beside(cell, done, fraction, broken, settings)
 
 
 def mark(folder: Path, task: Task, fraction: float, settings: str = "") -> None:

@@ -293,12 +293,8 @@ def _together(folder: Path, make: Callable[[Trial], Built], resume: bool, trials
         built = [make(trial) for trial in trials]
         first = built[0]
         with first.trainer.environment():
-            runs = parallel_runs.start(
-                [each.trainer for each in built],
-                [each.model for each in built],
-                first.data,
-                [_checkpoint(folder, trial, resume) for trial in trials],
-            )
+            paths = [_checkpoint(folder, trial, resume) for trial in trials]
+            runs = parallel_runs.start([b.trainer for b in built], [b.model for b in built], first.data, paths)
             if not parallel_runs.pays(runs):
                 return []
             broken = loop.train(runs, lambda run, error: _remember(run.folder.path, error))

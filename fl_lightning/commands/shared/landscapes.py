@@ -113,16 +113,11 @@ def models_of(run: Run, others: Sequence[str], labels: Sequence[str] = ()) -> di
     Raises:
         UserError: If there is no such checkpoint, it is of another net, or there is not one label for each model.
     """
-    require(
-        not labels or len(set(labels)) == len(labels) == len(others) + 1,
-        "labels",
-        list(labels),
-        "give a name for each model, none twice",
-    )
+    named = len(set(labels)) == len(labels) == len(others) + 1
+    require(not labels or named, "labels", list(labels), "give a name for each model, none twice")
     assert run.checkpoint is not None
-    paths, weights = zip(
-        (run.checkpoint, run.global_model), *(_weights_of(run, other) for other in others), strict=True
-    )
+    found = [(run.checkpoint, run.global_model), *(_weights_of(run, other) for other in others)]
+    paths, weights = zip(*found, strict=True)
     return dict(zip(labels or labels_of(paths), weights, strict=True))
 
 
@@ -220,9 +215,8 @@ class Landscape:
         """
         if self.run.fabric.is_global_zero:
             number = number_of(self.folder, f"{name}.json")
-            (self.folder / f"{name}{number}.json").write_text(
-                json_text({label: result.to_dict() for label, result in results.items()})
-            )
+            plain = {label: result.to_dict() for label, result in results.items()}
+            (self.folder / f"{name}{number}.json").write_text(json_text(plain))
             rows = [{"model": label, **row} for label, result in results.items() for row in result.rows()]
             write_table(self.folder / f"{name}{number}.csv", rows[0], [row.values() for row in rows])
             save_figures(self.run, self.folder, figures, number, "landscape/")
