@@ -191,10 +191,8 @@ def packed(message: Message) -> RecordDict:
 
 def unpacked(records: RecordDict) -> Message:
     """Returns the message in Flower's records."""
-    return Message(
-        {name: tensors(record) for name, record in records.array_records.items()},
-        {name: dict(record) for name, record in records.config_records.items()},
-    )
+    arrays = {name: tensors(record) for name, record in records.array_records.items()}
+    return Message(arrays, {name: dict(record) for name, record in records.config_records.items()})
 
 
 def array_record(values: Mapping[str, Tensor]) -> ArrayRecord:

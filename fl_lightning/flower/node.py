@@ -102,10 +102,9 @@ class Node:
             UserError: If node and server differ, or a state is missing. The transport adds the node's number.
         """
         about, run = message.values["round"], self.run
+        same = about["w0"] == self._w0 and about["frozen"] == run.frozen
         ensure(
-            about["w0"] == self._w0
-            and about["frozen"] == run.frozen
-            and message.tensors["down"].keys() == {*run.objective.wire[0]},
+            same and message.tensors["down"].keys() == {*run.objective.wire[0]},
             "makes another model than the server; give both the same config, init_weights and versions of torch",
         )
         received = State({name: value.to(run.server.w) for name, value in message.tensors["down"].items()})

@@ -123,14 +123,12 @@ def compare_run(row: Path, run: Path, shown: Path) -> Again:
     }
     apart = {name: _apart(pairs, dict(here.get(name, ()))) for name, pairs in before.items() if name[:5] != "time/"}
     start = starts(run)[-1]
-    final = next(
-        (
-            abs(value - dict(here.get(name, ())).get(at, math.inf))
-            for name in tested(before)
-            for at, value in before[name][-1:]
-        ),
-        math.inf,
+    last = (
+        (value, dict(here.get(name, ())).get(at, math.inf))
+        for name in tested(before)
+        for at, value in before[name][-1:]
     )
+    final = next((abs(a - b) for a, b in last), math.inf)
     far, whole = {name: value for name, value in apart.items() if value}, rounds >= kept["rounds"]
     return Again(
         start,

@@ -124,15 +124,9 @@ def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
         f"{c.title} ({c.seeds} of {c.suite.seeds} seeds{'' if c.suite.alone else ', not alone'})" for c in columns
     ]
     heads = ["verdict", "claim", "paper", "difference", *of_columns, "rests on"]
-    parts = [
-        f"# {text['title']}",
-        _summary(verdicts, leanings, columns),
-        text["before"],
-        markdown([heads, *lines]),
-        text["after"],
-        "",
-    ]
-    return "\n\n".join(parts), claims
+    summary = _summary(verdicts, leanings, columns)
+    shown = [f"# {text['title']}", summary, text["before"], markdown([heads, *lines]), text["after"], ""]
+    return "\n\n".join(shown), claims
 
 
 def overall(verdicts: Iterable[str]) -> str:

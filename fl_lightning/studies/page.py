@@ -175,11 +175,8 @@ def _profiles(columns: Sequence[Sequence[Group]]) -> str:
     if not found:
         return ""
     names.sort(key=lambda name: -max(of[name][0] for of in found.values()))
-    lines = [
-        [name, *("{:.2f} [{:.2f}, {:.2f}]".format(*of[name]) for of in found.values())]
-        for name in names
-        if any(of[name][0] for of in found.values())
-    ]
+    scored = [name for name in names if any(of[name][0] for of in found.values())]
+    lines = [[name, *("{:.2f} [{:.2f}, {:.2f}]".format(*of[name]) for of in found.values())] for name in scored]
     return f"{SCORES}\n\n{markdown([['score', *found], *lines]).strip()}"
 
 

@@ -116,10 +116,8 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
         "starts": found,
         "checks": [],
     }
-    texts = {
-        path.relative_to(run).as_posix(): path.read_bytes().decode()
-        for path in (run / FILE, *run.glob(DIRECTIONS), *run.glob("flatness*/*.json"))
-    }
+    more = [*run.glob(DIRECTIONS), *run.glob("flatness*/*.json")]
+    texts = {path.relative_to(run).as_posix(): path.read_bytes().decode() for path in (run / FILE, *more)}
     return {CONFIG: config_text(config), ROW: json_text(about, indent=1), **texts}
 
 

@@ -71,11 +71,8 @@ class Study:
             write_atomically(make_folder(self.store, "into") / ABOUT, text)
         own = frozen(self.given)
         others = {line["about"].get("suite", own) for line in Store(self.store).lines} - {own}
-        ensure(
-            not others,
-            f"suite = {own}: {self.store} has rows of {', '.join(sorted(others))}; give new rules a new suite.name, "
-            "and another store by --into",
-        )
+        remedy = "give new rules a new suite.name, and another store by --into"
+        ensure(not others, f"suite = {own}: {self.store} has rows of {', '.join(sorted(others))}; {remedy}")
         unknown = {*(methods or ())} - {*self.given["methods"]}
         ensure(
             not unknown,
@@ -151,11 +148,8 @@ class Study:
         for of_one in trials:
             self.check(of_one[0])
         every = [trial for of_one in trials for trial in of_one]
-        folders = {
-            found.trial.name: found.folder
-            for found in run_trials(every, self.folder / "tuning", self.build, check=self.check)
-            if found.error is None
-        }
+        ended = run_trials(every, self.folder / "tuning", self.build, check=self.check)
+        folders = {found.trial.name: found.folder for found in ended if found.error is None}
         runs = [[folders.get(trial.name) for trial in of_one] for of_one in trials]
         with alone(self.store):
             tuning.write(self.store, tuning.judged(name, settings, runs), [*self.given["methods"]])

@@ -33,9 +33,10 @@ def tried(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     from fl_lightning.sweeps.parameters import Parameter  # needs torch; a page needs none
 
     entries = [given["ranges"][each] for each in given["methods"][name][1:]]
+    log = {"distribution": "log_uniform_values"}
     options = [{key: value for key, value in entry.items() if key not in ("key", "times")} for entry in entries]
     ranges = [
-        Parameter.of(entry["key"], own if "values" in own else {"distribution": "log_uniform_values"} | own)
+        Parameter.of(entry["key"], own if "values" in own else log | own)
         for entry, own in zip(entries, options, strict=True)
     ]
     settings: list[dict[str, Any]] = [{}]
@@ -84,10 +85,8 @@ def judged(name: str, settings: Sequence[Mapping[str, Any]], runs: Sequence[Sequ
         found = [headline(folder, METRIC) if folder else None for folder in folders]
         values = [-math.inf if value is None or math.isnan(value) else value for value in found]
         flat = [pairs[-1][1] for folder in folders if (pairs := read_run(folder).get(FLAT))]
-        lines.append([
-            name, shlex.join(f"{key}={value}" for key, value in own.items()), median(values),
-            " ".join(map(str, values)), median(flat) if flat else "",
-        ])  # fmt: skip
+        text = shlex.join(f"{key}={value}" for key, value in own.items())
+        lines.append([name, text, median(values), " ".join(map(str, values)), median(flat) if flat else ""])
     return sorted(lines, key=lambda line: -line[2])
 
 
@@ -128,9 +127,9 @@ def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
 def _tie(best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     values = [map(float, line[SEEDS].split()) for line in (best, other)]
     apart = [a - b for a, b in zip(*values, strict=True)]
-    return all(map(math.isfinite, apart)) and fmean(apart) <= (
-        stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
-    )
+    if not all(map(math.isfinite, apart)):
+        return False
+    return fmean(apart) <= (stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0)
 
 
 def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:

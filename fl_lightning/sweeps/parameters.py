@@ -52,6 +52,7 @@ FORMS = {
 LISTS = {"constant": ("value",), "categorical": ("values",), "categorical_w_probabilities": ("values", "probabilities")}
 LARGEST = 100_000
 """Settings of the largest grid."""
+GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,10 @@ class Parameter:
             require(bool(options["values"]), f"{where}.values", options["values"], "give a list with a value")
         if "probabilities" in options:
             shares = options["probabilities"]
-            fit = (
-                isinstance(shares, list)
-                and all(isinstance(share, (int, float)) and share >= 0 for share in shares)
-                and len(shares) == len(options["values"])
-                and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
+            numbers = isinstance(shares, list) and all(
+                isinstance(share, (int, float)) and share >= 0 for share in shares
             )
+            fit = numbers and len(shares) == len(options["values"]) and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
             require(fit, f"{where}.probabilities", shares, "one for each value, none below 0, with sum 1")
         if "min" in options:
             low, high = options["min"], options["max"]
@@ -119,7 +118,7 @@ class Parameter:
             UserError: If they are infinitely many, or too many.
         """
         require(
-            self.distribution in ("constant", "categorical", "int_uniform", "q_uniform"),
+            self.distribution in GRID,
             f"parameters.{self.key}.distribution",
             self.distribution,
             "a grid takes values, integers from min to max, or q_uniform",
@@ -227,7 +226,8 @@ def grid(parameters: Sequence[Parameter], count: int | None) -> Search:
     Raises:
         UserError: If there are more than `LARGEST`.
     """
-    found = combinations({p.key: p.grid() for p in sorted(parameters, key=lambda parameter: parameter.key)})
+    ordered = sorted(parameters, key=lambda parameter: parameter.key)
+    found = combinations({parameter.key: parameter.grid() for parameter in ordered})
     return Search(found[:count], f"grid of {len(found)}")
 
 

@@ -147,10 +147,8 @@ def run_trials(
     ensure(not twice, f"{', '.join(twice)}: two trials have this name; give them different ones")
     todo, over = [], set[str]()
     for trial in trials:
-        newest = newest_run(trial, folder) if resume and check is not None else None
-        if check is not None and newest is not None and (config := config_of(newest)):
-            others = differences(config, check(trial))
-            ensure(not others, f"{newest} was trained with {', '.join(others)}; put that back, or take another folder")
+        if resume and check is not None:
+            _check_same(trial, folder, check)
         found = outcome(trial, folder) if resume else None
         if found is None:
             todo.append(trial)
@@ -192,11 +190,8 @@ def run_trials(
                     put_back([trial])
                 else:
                     over.add(trial.name)
-                    yield Outcome(
-                        trial,
-                        newest_run(trial, folder),
-                        f"its process was killed {STARTS} times after round {start[1]}; has it memory enough?",
-                    )
+                    error = f"its process was killed {STARTS} times after round {start[1]}; has it memory enough?"
+                    yield Outcome(trial, newest_run(trial, folder), error)
 
 
 def outcome(trial: Trial, folder: Path) -> Outcome | None:
@@ -259,6 +254,14 @@ def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
         for trial in trials
     )
     return [group[i : i + width] for group in alike.values() for i in range(0, len(group), width)]
+
+
+def _check_same(trial: Trial, folder: Path, check: Check) -> None:
+    """Checks that the newest run of a trial, if it has one, has the settings of the trial."""
+    newest = newest_run(trial, folder)
+    if newest is not None and (config := config_of(newest)):
+        others = differences(config, check(trial))
+        ensure(not others, f"{newest} was trained with {', '.join(others)}; put that back, or take another folder")
 
 
 def _train(folder: Path, build: Build, resume: bool, early: Early | None, group: Group) -> list[Outcome]:
