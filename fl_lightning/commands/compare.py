@@ -82,21 +82,13 @@ def run(
             left = numbered + named * len(keys)
             show_table(filled(heads, lines, left, title=title), 1 if numbered else left)
     if pivoted is not None:
-        show_table(
-            filled(
-                [*map(escape, pivoted.heads)],
-                ([escape(row), *means] for row, *means in pivoted.text(BEST)),
-                title=pivoted.title,
-            )
-        )
+        rows = [[escape(row), *means] for row, *means in pivoted.text(BEST)]
+        show_table(filled([*map(escape, pivoted.heads)], rows, title=pivoted.title))
         say(pivoted.best)
     if settings is not None:
         ranked, about = settings.importances
-        show_table(
-            filled(
-                varied.HEAD, (map(escape, each.text()) for each in ranked), title=f"importance for {settings.metric}"
-            )
-        )
+        texts = [map(escape, each.text()) for each in ranked]
+        show_table(filled(varied.HEAD, texts, title=f"importance for {settings.metric}"))
         say(about)
     say_left_out(groups)
     if out is not None:

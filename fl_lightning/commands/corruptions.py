@@ -37,10 +37,8 @@ def evaluate_corruptions(
 
 def means(rows: Sequence[Accuracy]) -> dict[str, float]:
     """Returns the accuracy on the clean test set, and its mean over corruptions, by severity and over all."""
-    found = grouped(
-        (f"severity {row.severity}" if row.severity else CLEAN, row.acc)
-        for row in sorted(rows, key=lambda row: row.severity)
-    )
+    ordered = sorted(rows, key=lambda row: row.severity)
+    found = grouped((f"severity {row.severity}" if row.severity else CLEAN, row.acc) for row in ordered)
     found["all"] = [row.acc for row in rows if row.severity]
     return {name: average(values) for name, values in found.items() if values}
 

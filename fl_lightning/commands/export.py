@@ -50,11 +50,8 @@ def _is_export(path: Path) -> bool:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # torch's own depend on what the file holds
         return False
-    return (
-        isinstance(found, dict)
-        and all(isinstance(value, torch.Tensor) for value in found.values())
-        and files.fault(path) == files.UNMARKED
-    )
+    plain = isinstance(found, dict) and all(isinstance(value, torch.Tensor) for value in found.values())
+    return plain and files.fault(path) == files.UNMARKED
 
 
 @checked

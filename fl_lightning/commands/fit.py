@@ -52,9 +52,8 @@ def run(
     ]
     for trial in asked:
         check_trial(trial)
-    _show(
-        [*run_trials(asked, made.trainer.default_root_dir, build_trial, resume=ckpt_path == "last", check=check_trial)]
-    )
+    root = made.trainer.default_root_dir
+    _show([*run_trials(asked, root, build_trial, resume=ckpt_path == "last", check=check_trial)])
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
@@ -92,12 +91,8 @@ def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
         require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
         require(key not in PLACE, "values", given, NAMED)
         found[key] = each = re.split(r",(?![^\[{]*[]}])", listed)  # a value may be a list: [1],[2]
-        require(
-            len(each) > 1 or not listed.startswith("["),
-            "values",
-            given,
-            "list them without brackets, as in model.rho=0.02,0.05",
-        )
+        several = len(each) > 1 or not listed.startswith("[")
+        require(several, "values", given, "list them without brackets, as in model.rho=0.02,0.05")
         require(all(each) and len(set(each)) == len(each), "values", listed, "give different values, such as 0,1,2")
     if seeds is not None:
         require("trainer.seed" not in found, "seeds", seeds, "values has trainer.seed; give the seeds once")

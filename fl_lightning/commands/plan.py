@@ -69,14 +69,8 @@ class Plan:
             for name, (times, each) in self.parts.items()
             if times * each >= self.seconds / 1000
         ]
-        show_table(
-            filled(
-                ["", "times", "each", "together"],
-                rows,
-                left=4,
-                title=f"{as_time(self.seconds)} for {self.rounds} {self.unit}",
-            )
-        )
+        title = f"{as_time(self.seconds)} for {self.rounds} {self.unit}"
+        show_table(filled(["", "times", "each", "together"], rows, left=4, title=title))
         on_device = f", {as_bytes(self.device_memory)} on its device" if self.device_memory else ""
         say(f"engine: {self.engine}; {self.measured} rounds measured")
         if self.lacking:

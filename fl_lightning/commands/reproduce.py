@@ -304,12 +304,8 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         )
     if not rows:
         return
-    show_table(
-        filled(
-            ["row", "column", "runs", "rounds", "each", "together"], rows, left=2, title="estimate for this machine"
-        ),
-        2,
-    )
+    heads = ["row", "column", "runs", "rounds", "each", "together"]
+    show_table(filled(heads, rows, left=2, title="estimate for this machine"), 2)
     together, at_once = max(max(seconds), sum(seconds) / how.jobs), min(how.jobs, len(seconds))
     say(
         f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {prediction.as_time(together)} with --jobs {how.jobs}; "

@@ -82,10 +82,8 @@ def run(folders: list[str] | None = None, /, follow: bool = False, delete: bool 
     else:
         while follow and any(each.state == "running" for each in found):
             for each in found:
-                say(
-                    f"{short_path(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}".rstrip(),
-                    flush=True,
-                )
+                line = f"{short_path(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}"
+                say(line.rstrip(), flush=True)
             time.sleep(SECONDS)
             found = find(given)
         show_table(_table(found))

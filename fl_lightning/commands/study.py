@@ -67,7 +67,8 @@ def run(
 
         for place in map(Path, paths):
             folder = Path(out or "runs/studies").resolve() / place.resolve().name
-            for row in Study.read(place, folder, Path(into or place), build_trial, check_trial).run(chosen):
+            study = Study.read(place, folder, Path(into or place), build_trial, check_trial)
+            for row in study.run(chosen):
                 say(f"added: {row}")
     elif action == "add":
         _add(paths, Path(into or "ledger/mine"))

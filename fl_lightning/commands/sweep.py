@@ -40,12 +40,8 @@ def run(
 
     screen = console()
     say(f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}")
-    live = Live(
-        get_renderable=partial(_table, controller, SHOWN, screen.width),
-        console=screen,
-        refresh_per_second=1,
-        transient=True,
-    )
+    shown = partial(_table, controller, SHOWN, screen.width)
+    live = Live(get_renderable=shown, console=screen, refresh_per_second=1, transient=True)
     with live if screen.is_terminal else nullcontext():
         for found in controller.run(build_trial, jobs, check_trial):
             value = controller.objective.value(found.folder)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields
-from functools import reduce
 from pathlib import Path
 from typing import TypeAlias
 from zlib import crc32
@@ -47,7 +46,10 @@ CONTEXT = tuple(field.name for field in fields(ClientContext) if field.name not 
 
 def checksum(*tensors: Tensor) -> int:
     """Returns the CRC-32 of the tensors' bytes."""
-    return reduce(lambda found, tensor: crc32(tensor.detach().cpu().numpy().tobytes(), found), tensors, 0)
+    found = 0
+    for tensor in tensors:
+        found = crc32(tensor.detach().cpu().numpy().tobytes(), found)
+    return found
 
 
 # The version of a client's state is the CRC-32 of its content as 8 hexadecimal digits; "" before first contact

@@ -163,14 +163,8 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") 
         ordered.axvspan(0, 10, color="0.9", zorder=0)
         drawn = [(i, name, tables) for i, (name, tables) in enumerate(groups.items()) if tables]
         for i, name, tables in drawn:
-            ordered.plot(
-                100 * SHARES,
-                sorted_curve(tables, column),
-                label=name,
-                gid=f"run-{i}",
-                drawstyle="steps-post",
-                **line_style(i),
-            )
+            look = {**line_style(i), "gid": f"run-{i}", "drawstyle": "steps-post"}
+            ordered.plot(100 * SHARES, sorted_curve(tables, column), label=name, **look)
         ordered.set_xlim(0, 100)
         if sizes:
             axes = figure.add_subplot(1, 2, 2, xlabel="training samples of a client", sharey=ordered)

@@ -168,10 +168,8 @@ def compare(
 def _renamed(groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
     """Returns groups as a reader names them; of their settings the numbers stay, in one column."""
     titles = folded("; ".join(group.title for group in groups), 300)
-    ensure(
-        len({*names} - {""}) == len(names) == len(groups),
-        f"names = {','.join(names)}: give {len(groups)} different names, for these rows in order: {titles}",
-    )
+    good = len({*names} - {""}) == len(names) == len(groups)
+    ensure(good, f"names = {','.join(names)}: give {len(groups)} different names, for these rows in order: {titles}")
     tuned = [
         ", ".join(f"{key} {value}" for key, value in group.settings.items() if NUMBER.fullmatch(value))
         for group in groups
@@ -200,10 +198,8 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for given in folders:
         paths = located(given)
-        ensure(
-            all(path.is_dir() for path in paths),
-            f"runs = {given}: no such folder; give the folders of runs, or a folder above them",
-        )
+        there = all(path.is_dir() for path in paths)
+        ensure(there, f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
         below = sorted((run for path in paths for run in _below(path)), key=_by_number)
         ensure(bool(below), f"runs = {given}: no run there, that is no {FILE} with a round; give another folder")
         found |= dict.fromkeys(below)
@@ -375,8 +371,5 @@ def interval(apart: Sequence[float]) -> Difference:
 
 
 def _by_seed(group: Group, name: str) -> Mapping[object, float]:
-    return {
-        seed: value
-        for seed, run in zip(group.seeds, group.runs, strict=True)
-        if (value := group.value(run, name)) is not None and math.isfinite(value)
-    }
+    found = ((seed, group.value(run, name)) for seed, run in zip(group.seeds, group.runs, strict=True))
+    return {seed: value for seed, value in found if value is not None and math.isfinite(value)}

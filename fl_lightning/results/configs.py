@@ -43,13 +43,8 @@ def config_files(folder: Path) -> dict[int, Path]:
     Args:
         folder: The run folder.
     """
-    return dict(
-        sorted(
-            (int(match[1] or 0), path)
-            for path in folder.glob("config*.yaml")
-            if (match := re.fullmatch(r"config(?:_round_(\d+))?\.yaml", path.name))
-        )
-    )
+    named = ((re.fullmatch(r"config(?:_round_(\d+))?\.yaml", path.name), path) for path in folder.glob("config*.yaml"))
+    return dict(sorted((int(match[1] or 0), path) for match, path in named if match))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -84,10 +79,8 @@ def _parsed(text: str) -> Any:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Returns every setting in which two configs differ, as ``key: old -> new``."""
     old, new = flatten(before), flatten(after)
-    return [
-        f"{key}: {folded(old.get(key, 'not set'), 60)} -> {folded(new.get(key, 'not set'), 60)}"
-        for key in different([old, new])
-    ]
+    keys = different([old, new])
+    return [f"{key}: {folded(old.get(key, 'not set'), 60)} -> {folded(new.get(key, 'not set'), 60)}" for key in keys]
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -143,7 +136,8 @@ def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 def varying(configs: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns the keys of the settings in which configs differ, without seeds and execution."""
-    return [key for key in different(configs) if not (is_execution(key) or key in ("trainer.seed", "data.seed"))]
+    seeds = ("trainer.seed", "data.seed")
+    return [key for key in different(configs) if not (is_execution(key) or key in seeds)]
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:

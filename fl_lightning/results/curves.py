@@ -177,8 +177,9 @@ def draw_curves(
     rows, columns, width = panel_grid(len(names))
     with new_figure(width, 1.9 * rows + 0.4, grid="both") as figure:
         for i, name in enumerate(names):
-            xlabel = across if i + columns >= len(names) else ""
-            _panel(figure.add_subplot(rows, columns, i + 1, xlabel=xlabel, ylabel=label(name)), name, groups, hours)
+            bottom = i + columns >= len(names)
+            axes = figure.add_subplot(rows, columns, i + 1, xlabel=across if bottom else "", ylabel=label(name))
+            _panel(axes, name, groups, hours)
         for i, (text, value) in enumerate((levels or {}).items()):
             figure.axes[0].axhline(value, label=text, color=str(0.3 * i), linestyle=(0, (4, 2 + i)), linewidth=0.8)
         place_legend(figure)
@@ -323,9 +324,8 @@ def plot_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, Sequence[
             for i, (text, points) in enumerate(lines.items()):
                 x, y = [at for at, _ in points], [average(values) for _, values in points]
                 spread = [deviation(values) or 0.0 for _, values in points]
-                axes.errorbar(
-                    x, y, spread if any(spread) else None, label=text, elinewidth=0.6, capsize=2, **marked_style(i)
-                )
+                look = {"elinewidth": 0.6, "capsize": 2, **marked_style(i)}
+                axes.errorbar(x, y, spread if any(spread) else None, label=text, **look)
             scale_axis(axes.xaxis, [at for points in lines.values() for at, _ in points])
             tried, *others = (tuple(at for at, _ in points) for points in lines.values())
             if all(other == tried for other in others):

@@ -319,11 +319,8 @@ def deviation(values: Sequence[float]) -> float | None:
 def best_of(pairs: Pairs, mode: Mode) -> tuple[float, float]:
     """Returns the first round with the best finite value, and this value; NaN if no value is finite."""
     sign = 1 if mode == "max" else -1
-    return max(
-        ((at, value) for at, value in pairs if math.isfinite(value)),
-        key=lambda pair: (sign * pair[1], -pair[0]),
-        default=(pairs[0][0], math.nan),
-    )
+    finite = [(at, value) for at, value in pairs if math.isfinite(value)]
+    return max(finite, key=lambda pair: (sign * pair[1], -pair[0]), default=(pairs[0][0], math.nan))
 
 
 def write_table(path: Path, head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:

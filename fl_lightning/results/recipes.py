@@ -238,9 +238,8 @@ def _figures() -> dict[str, list[PaperFigure]]:
 
 
 def _figure(paper: str, number: str, runs: Sequence[dict[str, Any]] = (), **entry: Any) -> PaperFigure:
-    return PaperFigure(
-        paper, number, runs=tuple(Selection(**{**each, "table": str(each["table"])}) for each in runs), **entry
-    )
+    selected = tuple(Selection(**{**each, "table": str(each["table"])}) for each in runs)
+    return PaperFigure(paper, number, runs=selected, **entry)
 
 
 def _content(file: str) -> Any:

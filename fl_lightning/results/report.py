@@ -152,12 +152,8 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
     The label is the run, the matrix unless it is the Hessian of all weights, and data and place if they are not the
     same in all measurements. What is not finite is left out.
     """
-    found = [
-        (run, measured)
-        for run in runs
-        for measured in run.measurements
-        if (given := measured["details"].get(key)) and None not in given
-    ]
+    values = [(run, measured, measured["details"].get(key)) for run in runs for measured in run.measurements]
+    found = [(run, measured) for run, measured, given in values if given and None not in given]
     differing = [name for name in ("data", "where") if len({measured[name] for _, measured in found}) > 1]
     for run, measured in found:
         matrix = [measured["settings"].get(name) for name in ("operator", "parameters")]
@@ -249,11 +245,9 @@ def papers(runs: Runs) -> list[tuple[str, Line]]:
 def differences(runs: Runs) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Returns the names of the groups, and a row for each setting in which their configs differ."""
     configured = [(group.name, files[0].settings) for group, files in runs if files[0].settings]
-    return [name for name, _ in configured], [
-        (key, [settings.get(key, "–") for _, settings in configured])
-        for key in different([settings for _, settings in configured])
-        if not is_execution(key)
-    ]
+    keys = [key for key in different([settings for _, settings in configured]) if not is_execution(key)]
+    rows = [(key, [settings.get(key, "–") for _, settings in configured]) for key in keys]
+    return [name for name, _ in configured], rows
 
 
 def measurements(runs: Runs) -> list[Json]:
@@ -373,8 +367,9 @@ def _element(figure: Figure | Path, title: str, number: int) -> Markup:
     drawing = re.sub(r'\bid="(run-\d+)"', r'class="\1"', drawing)  # the lines of a run, which its button hides
     drawing = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>f{number}-", drawing)
     width, height = 72 * figure.get_size_inches()
-    head = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width:g} {height:g}"'
-    return Markup(f'{head} style="max-width: {ZOOM * width / 72:.3g}in">{drawing}')
+    most = f"max-width: {ZOOM * width / 72:.3g}in"
+    head = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width:g} {height:g}" style="{most}">'
+    return Markup(head + drawing)
 
 
 def _title(runs: Runs) -> str:

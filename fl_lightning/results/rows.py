@@ -80,10 +80,8 @@ class Store:
         texts = path.read_bytes().splitlines() if path.is_file() else []
         self.lines: list[Line] = [parse_json(text, path, LINE) for text in texts]
         twice = [row for row, n in Counter(line["row"] for line in self.lines).items() if n > 1]
-        ensure(
-            not twice,
-            f"{path}: several rows {', '.join(twice)}; restore it, and join stores by fl-lightning study add",
-        )
+        remedy = "restore it, and join stores by fl-lightning study add"
+        ensure(not twice, f"{path}: several rows {', '.join(twice)}; {remedy}")
 
     @classmethod
     @contextmanager
@@ -104,7 +102,8 @@ class Store:
 
     def matching(self, name: str) -> list[Line]:
         """Returns the lines of a row, of the rows below a name, or of a shell's pattern of both; of all for ``.``."""
-        return [line for line in self.lines if fnmatchcase(f"{line['row']}/", "*" if name == "." else f"{name}/*")]
+        pattern = "*" if name == "." else f"{name}/*"
+        return [line for line in self.lines if fnmatchcase(f"{line['row']}/", pattern)]
 
     def files(self, line: Line) -> dict[str, str]:
         """Returns the texts of a row's files, by name.

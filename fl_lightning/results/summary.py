@@ -63,9 +63,8 @@ def window_of(folders: Iterable[Path]) -> str:
     Raises:
         UserError: If a file of a run is damaged.
     """
-    lasts = [
-        last_rounds(rounds, eval_last_of(folder)) for folder in folders if (rounds := rounds_done(read_run(folder)))
-    ]
+    done = [(rounds_done(read_run(folder)), eval_last_of(folder)) for folder in folders]
+    lasts = [last_rounds(rounds, eval_last) for rounds, eval_last in done if rounds]
     return window(lasts) if lasts else ""
 
 
@@ -227,9 +226,8 @@ def summarise(
     )
     sign = 1 if mode == "max" else -1
     best_round, best = best_of(evaluated, mode)
-    reached = next(
-        (at for at, x in evaluated if target is not None and sign * x >= sign * target and math.isfinite(x)), None
-    )
+    as_good = (at for at, x in evaluated if target is not None and sign * x >= sign * target and math.isfinite(x))
+    reached = next(as_good, None)
     headlines = {name: average(found) for name, found in counted.items() if found}
 
     def minutes(until: int) -> float | None:

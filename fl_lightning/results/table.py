@@ -167,11 +167,8 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             Column("target_passes", f"passes {to}", "target_passes", form=",.0f"),
             Column("target_device_hours", f"device hours {to}", "target_device_s", form=",.3g", scale=1 / 3600),
         ]
-        shown += [
-            c
-            for c, of in zip(optional, ("target_passes", "device_s"), strict=True)
-            if any(group.measured(of) for group in groups)
-        ]
+        measured = ("target_passes", "device_s")
+        shown += [c for c, of in zip(optional, measured, strict=True) if any(group.measured(of) for group in groups)]
         if reference is not None and (bits := reference.values("bits")):
             shown.append(Column("target_cost", "cost in B", "target_bits", form=",.2f", scale=1 / fmean(bits)))
     return [c for c in shown if c.to_target or any(group.measured(c.of) for group in groups)]

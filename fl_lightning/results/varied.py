@@ -117,16 +117,8 @@ class Pivot:
                 if found is not None and np.isfinite(value):
                     light = np.dot(shades(image.norm(value))[:3], LUMINANCE) > 0.5
                     weight = "bold" if is_best(found, self.column, groups) else "normal"
-                    axes.text(
-                        j,
-                        i,
-                        format(value, form),
-                        ha="center",
-                        va="center",
-                        color="black" if light else "white",
-                        fontsize=7,
-                        weight=weight,
-                    )
+                    look = {"color": "black" if light else "white", "fontsize": 7, "weight": weight}
+                    axes.text(j, i, format(value, form), ha="center", va="center", **look)
             figure.colorbar(image, label=wrapped(label(self.metric), 0.2 * len(self.rows) + 0.8), pad=0.02)
         return figure
 
@@ -178,12 +170,8 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
 def _together(name: str, parts: Sequence[tuple[Group, int]]) -> Group:
     """Returns the runs of several groups as one, in which a seed counts once for each of their other settings."""
     seeds: list[Seeds] = [(*(seed or ()), kind) for group, kind in parts for seed in group.seeds]
-    return Group(
-        name,
-        [folder for group, _ in parts for folder in group.folders],
-        seeds,
-        [run for group, _ in parts for run in group.runs],
-    )
+    folders = [folder for group, _ in parts for folder in group.folders]
+    return Group(name, folders, seeds, [run for group, _ in parts for run in group.runs])
 
 
 def _order(value: str) -> tuple[float, str]:

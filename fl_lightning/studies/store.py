@@ -69,15 +69,15 @@ def ran(run: Path) -> dict[str, Any]:
         identity, server = content["identity"], content["server"]
         import torch  # takes seconds; a page needs none
 
-        texts = (
-            name.encode() + server[name].contiguous().view(torch.uint8).numpy().tobytes() for name in sorted(server)
-        )
+        found = sha256()
+        for name in sorted(server):
+            found.update(name.encode() + server[name].contiguous().view(torch.uint8).numpy().tobytes())
         return {
             "kind": content["kind"],
             "method": identity["model"],
             "data": identity["data"],
             "rounds": content["round"],
-            "weights": sha256(b"".join(texts)).hexdigest()[:16],
+            "weights": found.hexdigest()[:16],
         }
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path}: no checkpoint of a whole run ({error}); a row needs its run's last one") from None

@@ -141,10 +141,10 @@ class Controller:
 
     def _early(self, known: int) -> Early | None:
         """Returns the rule for the trials after the first ``known`` ones, which have ended."""
-        if self.sweep.early is None:
+        rule, order = self.sweep.early, [*self.trials[:known], *in_order(self.trials[known:])]
+        if rule is None:
             return None
-        order = [*self.trials[:known], *in_order(self.trials[known:])]
-        return partial(StopEarly, self.sweep.early, self.objective.column, self.objective.sign, self.folder, order)
+        return partial(StopEarly, rule, self.objective.column, self.objective.sign, self.folder, order)
 
     def value(self, trials: Sequence[Trial]) -> float | None:
         """Returns the mean metric of trials that differ in their seeds; None unless it is finite in all of them."""

@@ -136,9 +136,8 @@ class FederatedParser(Parser, LightningArgumentParser):
         for key, classes in self.null.items():
             before = kwargs.get(base) or {}
             if f"{key}+" in obj and before.get(key) is None:
-                kwargs[base] = Namespace(  # type: ignore[no-untyped-call]
-                    {**before, key: [{"class_path": name} for name in classes]}
-                )
+                given = {**before, key: [{"class_path": name} for name in classes]}
+                kwargs[base] = Namespace(given)  # type: ignore[no-untyped-call]
         return super().parse_object(obj, *args, **kwargs)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:

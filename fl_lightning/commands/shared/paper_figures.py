@@ -33,6 +33,7 @@ from fl_lightning.trainer import RunFolder
 
 Made = Mapping[Task, Sequence[Path]]
 """The run folders of each task, one for each seed."""
+DRAWN_BY_COMMANDS = ("surface", "plane", "perturbation", "trajectory", "line")
 
 
 def draw(figure: PaperFigure, made: Made, folder: Path, points: int | None) -> list[Path]:
@@ -59,7 +60,7 @@ def draw(figure: PaperFigure, made: Made, folder: Path, points: int | None) -> l
         beside = {task: runs for task, runs in made.items() if task.recipe.command == "centralized"}
         for title, shown in panels({task: runs for task, runs in made.items() if task not in beside}).items():
             place = folder / title.replace("/", "of").replace(", ", "_")
-            if figure.draws in ("surface", "plane", "perturbation", "trajectory", "line"):
+            if figure.draws in DRAWN_BY_COMMANDS:
                 _landscape(figure, {label: runs[0] for label, runs in shown.items()}, place, points)
             elif figure.draws == "curves":
                 save_figure(_curves(figure, shown, beside), place / figure.draws)
@@ -197,13 +198,9 @@ def _by_client(run: Path, name: str) -> dict[int, list[tuple[float, float]]]:
     if name == "accuracy":
         _, rows = metrics.read_numbers(run / clients.FILE, "clients", "round", "client")
         return grouped((int(row["client"]), (row["round"], row["acc"])) for row in rows)
-    return grouped(
-        (int(k), (one["round"], x))
-        for one in metrics.read_measurements(run)
-        if one["name"] == name
-        for k, x in one["details"]["clients"].items()
-        if x is not None
-    )
+    measured = [one for one in metrics.read_measurements(run) if one["name"] == name]
+    values = ((int(k), one["round"], x) for one in measured for k, x in one["details"]["clients"].items())
+    return grouped((k, (t, x)) for k, t, x in values if x is not None)
 
 
 def _cost(figure: PaperFigure, made: Made, folder: Path) -> Figure:
@@ -232,9 +229,8 @@ def _corruptions(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Fig
         kind, data = value(config, "data.class_path").rpartition(".")[2], value(config, "data.data_dir")
         files = Path(data or "data") / f"{kind.replace('CIFAR', 'CIFAR-')}-C"
         if not (out := run / "corruptions" / "corruptions.csv").is_file():
-            FederatedCLI(
-                "corruptions", f"--folder={files}", f"--ckpt_path={RunFolder(run).last}", f"--out={out.parent}"
-            ).run()
+            given = (f"--folder={files}", f"--ckpt_path={RunFolder(run).last}", f"--out={out.parent}")
+            FederatedCLI("corruptions", *given).run()
         found[label] = out
     return plot_corruptions(found)
 

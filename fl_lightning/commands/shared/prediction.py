@@ -295,7 +295,8 @@ class Step(NamedTuple):
         passes = model.phases * (forward + 2 * backward) / 3  # a backward pass takes as long as two forward passes
         held = data.client_sizes.float().mean().item()
         trained = steps * (data.batch_size or held) if steps else trainer.local_epochs * held
-        evaluated = due(trainer.max_rounds, trainer.eval_every, trainer.eval_last) * len(data.y_test) / 3
+        evaluations = due(trainer.max_rounds, trainer.eval_every, trainer.eval_last)
+        evaluated = evaluations * len(data.y_test) / 3
         return self.seconds * (trainer.max_rounds * clients * trained * passes + evaluated)
 
 
