@@ -339,10 +339,8 @@ class AdaptivePrivacy(GaussianPrivacy):
         clip = self.bound_of(received.server)
         sums, norms = self.clipped(received, clip)
         below = ((norms <= clip).to(norms) - 0.5).sum(0, keepdim=True)  # from -1/2 to 1/2 for each client
-        return {
-            **{name: (total, self.noise_std(clip)) for name, total in sums.items()},
-            "privacy_below": (below, self.count_std if self.accountant.noise else 0.0),
-        }
+        found = {name: (total, self.noise_std(clip)) for name, total in sums.items()}
+        return found | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         clip = server.privacy_clip * torch.exp(-self.clip_lr * ((uploads.mean("privacy_below") + 0.5) - self.quantile))

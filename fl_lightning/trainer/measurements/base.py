@@ -237,12 +237,10 @@ def local_loss(run: Run, client: int, w: Tensor, chosen: Tensor | None = None) -
         w: Its model, ``(d,)``.
         chosen: Indices into the training data; by default the client's own.
     """
+    batches = partial(run.data.eval_batches, run.data.clients[client] if chosen is None else chosen, run.dtype)
     return {
-        "model": run.objective.net,
-        "loss": run.objective.evaluation_loss,
-        "batches": partial(run.data.eval_batches, run.data.clients[client] if chosen is None else chosen, run.dtype),
-        "at": w,
-    }
+        "model": run.objective.net, "loss": run.objective.evaluation_loss, "batches": batches, "at": w
+    }  # fmt: skip
 
 
 def dry_round(

@@ -35,12 +35,8 @@ def state_of(content: Mapping[str, Any], like: Tensor) -> RunState:
         content: The content of the checkpoint.
         like: A tensor of the run's dtype, on its device.
     """
-    return RunState(
-        **{
-            **{name: content[name] for name in RunState.__dataclass_fields__},
-            "server": State({name: value.to(like) for name, value in content["server"].items()}),
-        }
-    )
+    fields = {name: content[name] for name in RunState.__dataclass_fields__}
+    return RunState(**{**fields, "server": State({name: value.to(like) for name, value in content["server"].items()})})
 
 
 def load(path: Path) -> dict[str, Any]:
