@@ -56,8 +56,8 @@ def length(run: Run) -> int:
 
     The first round of a process is none: hooks make their caches in it. A program ends with a round at whose end a
     callback needs the run, before one of which a callback needs the local models, and takes no more than half of the
-    time that is left, at the pace of the last round and its evaluation. If it takes long, or if there are several
-    processes, it ends with a round that is evaluated.
+    time that is left, at the pace of the last round and its evaluation. If it takes long, before the first evaluation
+    and with several processes, it ends with a round that is evaluated.
     """
     possible = run.rounds_done > run.first_round and not run.should_stop and not lacking(run)
     most, pace = TAKEN_BACK * possible, run.metrics.get("time/round_s", math.inf)
@@ -67,7 +67,7 @@ def length(run: Run) -> int:
         ahead = ahead[: bisect(spent, (run.settings.max_time - run.elapsed) / 2)]
 
     def goes_on(t: int) -> bool:
-        is_shown = run.fabric.world_size > 1 or spent[t - run.rounds_done] > SHOWN_S
+        is_shown = run.fabric.world_size > 1 or not run.evaluation_s or spent[t - run.rounds_done] > SHOWN_S
         return not (run.needs_round(t) or (is_shown and run.evaluates(t + 1)))
 
     n, most = sum(1 for _ in takewhile(goes_on, ahead)), len(ahead)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -166,7 +165,7 @@ class Run(Experiment):
         restored: Content of that checkpoint, without the clients' rows, which would lie in memory twice.
         folder: The run's folder; of a restored run, that of the checkpoint.
         callback_s: Seconds spent in callbacks.
-        evaluation_s: Seconds of the last evaluation; infinite before the first.
+        evaluation_s: Seconds of the last evaluation; 0 before the first.
         saved_rounds: Rounds done when a checkpoint was last written.
     """
 
@@ -205,7 +204,7 @@ class Run(Experiment):
         self.first_settings = objective.named_settings()
         self.should_stop = self._stopped = False
         self.saved_rounds, self._opened = -1, time.monotonic()
-        self.callback_s, self.evaluation_s = 0.0, math.inf
+        self.callback_s = self.evaluation_s = 0.0
 
     def __repr__(self) -> str:
         """Returns name, size and progress."""
