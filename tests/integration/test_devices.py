@@ -119,7 +119,7 @@ def test_neither_copies_nor_waits_in_a_step(engine: str, tmp_path: Path) -> None
     more_launches = steps.launches - base.launches
     assert engine != "graphed" or more_launches == {"graph": 4}  # of two rounds: two steps more in each
     assert not more(clients, base, "wait") - Counter({"engine/agreement.py": NEVER})  # once a client
-    assert more(evaluated, base, "wait") == {"algorithms/metrics.py": 1, "trainer/experiment.py": 1}
+    assert more(evaluated, base, "wait") == {"algorithms/metrics.py": 1, "trainer/evaluation.py": 1}
 
 
 class Normed(nn.Sequential):
