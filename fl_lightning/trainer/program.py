@@ -1,10 +1,9 @@
 """Consecutive rounds as one program, where nobody looks at the run between them."""
 
 import math
-from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, takewhile
+from itertools import takewhile
 
 import torch
 
@@ -60,18 +59,18 @@ def length(run: Run) -> int:
     and with several processes, it ends with a round that is evaluated.
     """
     possible = run.rounds_done > run.first_round and not run.should_stop and not lacking(run)
-    most, pace = TAKEN_BACK * possible, run.metrics.get("time/round_s", math.inf)
-    ahead = range(run.rounds_done, run.rounds_done + most)
-    spent = [*accumulate(pace + (run.evaluation_s if run.evaluates(t + 1) else 0.0) for t in ahead)]
-    if run.settings.max_time is not None:
-        ahead = ahead[: bisect(spent, (run.settings.max_time - run.elapsed) / 2)]
-
-    def goes_on(t: int) -> bool:
-        is_shown = run.fabric.world_size > 1 or not run.evaluation_s or spent[t - run.rounds_done] > SHOWN_S
-        return not (run.needs_round(t) or (is_shown and run.evaluates(t + 1)))
-
-    n, most = sum(1 for _ in takewhile(goes_on, ahead)), len(ahead)
-    n += n < most and not run.needs_local_models(run.rounds_done + n)
+    pace, spent, n = run.metrics.get("time/round_s", math.inf), 0.0, 0
+    left = math.inf if run.settings.max_time is None else (run.settings.max_time - run.elapsed) / 2
+    for t in range(run.rounds_done, run.rounds_done + TAKEN_BACK * possible):
+        evaluated = run.evaluates(t + 1)
+        spent += pace + evaluated * run.evaluation_s
+        if spent > left:
+            break
+        is_shown = run.fabric.world_size > 1 or not run.evaluation_s or spent > SHOWN_S
+        is_last = run.needs_round(t) or (evaluated and is_shown)
+        n += not (is_last and run.needs_local_models(t))
+        if is_last:
+            break
     return run.fabric.broadcast(n) if run.settings.deterministic else n
 
 

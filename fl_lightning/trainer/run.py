@@ -350,8 +350,9 @@ class Run(Experiment):
         Of evaluated rounds those are seen in which clients' own models are evaluated, and all of a run with a callback
         that sees local training in some rounds.
         """
-        seen = self.objective.personal or any(c.overrides("on_round_start", "on_local_end") for c in self.callbacks)
-        evaluated = seen and self.evaluates(t + 1)
+        evaluated = self.evaluates(t + 1) and (
+            self.objective.personal or any(c.overrides("on_round_start", "on_local_end") for c in self.callbacks)
+        )
         return evaluated or t + 1 >= self.max_rounds or any(c.needs_round(t) for c in self.callbacks)
 
     def needs_local_models(self, t: int) -> bool:
