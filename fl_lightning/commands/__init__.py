@@ -43,7 +43,7 @@ PLACES = {
     "init": "configs.init",
     "interpolate": "landscape.line",
     "list": "configs.algorithms",
-    "test": "fit.evaluate",
+    "test": "fit.test",
     "validate": "fit.validate",
 }
 """Module and function of the subcommands that have no module of their own."""

@@ -1,7 +1,7 @@
 """``fl-lightning fit``, one run or a grid of them; and ``centralized``, ``validate`` and ``test``."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -115,29 +115,23 @@ def centralized(
     trainer.centralized(model, data, ckpt_path)
 
 
-def validate(
-    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None = None
-) -> None:
-    """Evaluates the global model.
+def _evaluation(evaluate: Callable[..., Any]) -> Callable[..., None]:
+    """Returns the function of a subcommand that evaluates by a method of the trainer."""
 
-    Args:
-        trainer: The trainer.
-        model: The local objective.
-        data: The data.
-        ckpt_path: The checkpoint, or "last"; by default the net's initial weights.
-    """
-    trainer.validate(model, data, ckpt_path)
+    def run(
+        trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None = None
+    ) -> None:
+        """Evaluates the global model.
+
+        Args:
+            trainer: The trainer.
+            model: The local objective.
+            data: The data.
+            ckpt_path: The checkpoint, or "last"; by default the net's initial weights.
+        """
+        evaluate(trainer, model, data, ckpt_path)
+
+    return run
 
 
-def evaluate(
-    trainer: FederatedTrainer, model: LocalObjective, data: FederatedDataModule, ckpt_path: str | None = None
-) -> None:
-    """Evaluates the global model.
-
-    Args:
-        trainer: The trainer.
-        model: The local objective.
-        data: The data.
-        ckpt_path: The checkpoint, or "last"; by default the net's initial weights.
-    """
-    trainer.test(model, data, ckpt_path)
+validate, test = _evaluation(FederatedTrainer.validate), _evaluation(FederatedTrainer.test)
