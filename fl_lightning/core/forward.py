@@ -68,8 +68,10 @@ def mend_group_norms(net: nn.Module) -> None:
 
 
 def _contiguous(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    crashes = torch.is_grad_enabled()
-    return tuple(x.contiguous() if crashes and not x.requires_grad and x.device.type == "cpu" else x for x in inputs)
+    def crashes(x: Tensor) -> bool:
+        return torch.is_grad_enabled() and not x.requires_grad and x.device.type == "cpu"
+
+    return tuple(x.contiguous() if crashes(x) else x for x in inputs)
 
 
 class WithoutCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]

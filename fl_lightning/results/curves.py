@@ -353,8 +353,8 @@ class Accuracy(NamedTuple):
 
 def read_corruptions(path: Path) -> list[Accuracy]:
     """Returns the table that ``fl-lightning corruptions`` writes."""
-    rows = csv.DictReader(path.read_text().splitlines())
-    return [Accuracy(row["corruption"], int(row["severity"]), float(row["acc"])) for row in rows]
+    with path.open(newline="") as file:
+        return [Accuracy(row["corruption"], int(row["severity"]), float(row["acc"])) for row in csv.DictReader(file)]
 
 
 def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:

@@ -15,10 +15,7 @@ from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.measurements.clients import evaluate_round
 from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.runtime import (
-    Interruption,
-    unbroken_output,
-)
+from fl_lightning.trainer.runtime import Interruption, unbroken_output
 from fl_lightning.trainer.session import session, transaction
 
 Steps: TypeAlias = Generator[list[Job], Iterable[LocalResult], None]

@@ -190,7 +190,8 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         if not self.installed:
             rank_zero_warn("WandbLogger: wandb is not installed, so W&B gets nothing; run pip install wandb")
             return
-        wandb = self._wandb = import_module("wandb")
+        import wandb
+
         tags = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
         try:
             self.run = wandb.init(
@@ -202,7 +203,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
                 name=self.run_name or f"{run_dir.parent.name}/{run_dir.name}",
                 id=state.get("id"),
                 resume="allow",
-                mode=self.mode,
+                mode=self.mode,  # type: ignore[arg-type]
                 reinit="create_new",  # parallel runs log side by side
                 dir=run_dir,
                 settings=wandb.Settings(silent=True, console="off"),
@@ -246,13 +247,16 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
     def log_clients(self, name: str, values: Sequence[float], round: int) -> None:
         finite = [value for value in values if math.isfinite(value)]
         if self.run and finite:
-            self._pending[f"{name}_clients"] = self._wandb.Histogram(
-                np_histogram=np.histogram(finite, bins=min(len(finite), 32))
-            )
+            import wandb
+
+            bins = np.histogram(finite, bins=min(len(finite), 32))
+            self._pending[f"{name}_clients"] = wandb.Histogram(np_histogram=bins)
 
     def log_figure(self, name: str, picture: Picture, round: int) -> None:
         if self.run and self.mode != "disabled":
-            self._pending[name] = self._wandb.Image(pixels(picture))
+            import wandb
+
+            self._pending[name] = wandb.Image(pixels(picture))
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -294,7 +298,9 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
 
     def _log_artifact(self, kind: str, alias: str, files: Sequence[Path]) -> None:
         """Logs files of the run folder that exist, under second names, as later files take their place."""
-        made = self._wandb.Artifact(f"{kind}-{self.run.id}", kind)
+        import wandb
+
+        made = wandb.Artifact(f"{kind}-{self.run.id}", kind)
         for file in filter(Path.exists, files):
             name = file.relative_to(self.dir)
             kept = _kept(file, Path(self.run.dir).parent / "artifacts" / name)
