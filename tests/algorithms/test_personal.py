@@ -222,6 +222,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run("fit", f"--config={PRESETS / 'FedPer.yaml'}", "--trainer.callbacks+=FlatnessMonitor", root=root)
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_checkpoint(done: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """test evaluates the clients' own models, as training did; what needs a global model says that there is none."""
     checkpoint = str(done / "checkpoints/last.ckpt")
@@ -380,6 +381,7 @@ def test_fedrep(engine: Any, golden: Golden) -> None:
     assert found.state.total_bits == 64 * 2 * (D - OWN) * each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ditto(engine: Any, golden: Golden) -> None:
     """The global path is FedAvg's to the bit; each client's own model is that of torch's SGD with the pull."""

@@ -73,8 +73,7 @@ YAML: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(slow=3)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["arguments", "yaml", "sweep"])
 def test_adaptive_privacy_in_a_new_process(way: str, tmp_path: Path) -> None:
     """It trains, and the checkpoint has its clip."""

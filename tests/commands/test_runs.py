@@ -70,6 +70,7 @@ def test_a_list_changes_nothing_and_damage_is_a_state(
     assert [*states(capsys.readouterr().out).values()] == [("interrupted", "0/2")]
 
 
+@pytest.mark.slow
 def test_names_are_neither_formulas_nor_controls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def test_missing_folder(tmp_path: Path) -> None:
         Shakespeare(str(tmp_path)).setup()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_shakespeare_trains_alike_on_both_engines(tmp_path: Path) -> None:
     leaf(tmp_path, "Shakespeare")

@@ -149,6 +149,7 @@ def problems(draw):
     return counts, clients, draw(generated(len(counts), clients)), draw(st.integers(0, 2**32 - 1))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(problems())
 def test_what_every_partition_keeps(problem):

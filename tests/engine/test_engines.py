@@ -132,7 +132,7 @@ def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
         assert_close(train(tmp_path, objective(), engine), sequential)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -657,7 +657,7 @@ def test_a_block_that_does_not_fit_is_halved(engine: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(w, blocks, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_flat(tmp_path: Path) -> None:
     """Over 200 rounds nothing is kept: neither tensors nor records."""
     import gc
@@ -699,6 +699,7 @@ class Wrong(Backwards):
         return [replace(each, upload={**each.upload, "w": each.upload["w"] * 1.001}) for each in results]
 
 
+@pytest.mark.slow
 def test_an_engine_of_ones_own(tmp_path: Path) -> None:
     """It has the bits of the sequential one, its class is in config and checkpoint, and a wrong one is refused."""
     one, own = (train(tmp_path, FedAvg(Small()), engine) for engine in ("sequential", Backwards))  # type: ignore[arg-type]

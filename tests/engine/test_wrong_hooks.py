@@ -301,6 +301,7 @@ class Seeded(LocalObjective):
         return grad(w) + noise, client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

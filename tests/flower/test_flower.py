@@ -163,7 +163,7 @@ def test_apps_in_one_process(environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.sampled(slow=2)
+@pytest.mark.long
 def test_guide_with_a_lost_node(network: Network, environment: str) -> None:
     """The second node ends after the first round, stopped or killed; the run ends in a line, and goes on from there."""
     link, *nodes, run = START
@@ -200,6 +200,7 @@ def test_run_goes_on_without_a_killed_node(network: Network) -> None:
     assert re.search(r"round 2: node 1: .*; until it replies again, its clients are dropped", said), said
 
 
+@pytest.mark.long
 @newest_only
 def test_local_simulation(network: Network) -> None:
     """The superlink that ``flwr run`` would start itself, and leave behind, is there already."""

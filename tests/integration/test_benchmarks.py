@@ -21,7 +21,7 @@ SHORT = ("seen", "cohorts")
 W3 = {"work": "W3-MLP", "method": "FedAvg"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_cases_take_turns_and_one_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     plain, broken = Case("plain loop", "contest.plain.run", W3), Case("broken", "contest.plain.run", {"work": "W9"})
     graphed = Case("graphed", "contest.ours.run", {**W3, "trainer": {"engine": "graphed"}}, warm=3)
@@ -34,7 +34,6 @@ def test_cases_take_turns_and_one_that_fails_is_left_out(capsys: pytest.CaptureF
     assert second["vs plain loop, low"] <= second["vs plain loop"] <= second["vs plain loop, high"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "suite", [pytest.param(each, marks=[pytest.mark.long] * (each not in SHORT)) for each in cases.suites(True)]
 )
@@ -93,7 +92,7 @@ def drawn(path: Path) -> bool:
     return len(Image.open(path).convert("RGB").getcolors(1 << 20) or []) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_page_of_an_algorithm_is_drawn(docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "PLAIN", f"{pages.PLAIN} --trainer.max_rounds 8")
     pages.algorithms("feddyn")

@@ -240,7 +240,7 @@ def lent(folder: Path) -> dict[str, str]:
     return {**os.environ, **own}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ["check", "measure"])
 def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
     env, out = lent(tmp_path), tmp_path / "out"

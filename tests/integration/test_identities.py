@@ -268,6 +268,7 @@ def test_fedgmt_v2_of_all_clients_is_fedgmt(golden: Golden) -> None:
     close(late.client[3][3].e, late.server[3].w)  # client 3 takes part in round 3 for the first time
 
 
+@pytest.mark.slow
 def test_relaxed_initialisation(golden: Golden) -> None:
     """Local training starts ahead of the model received; ADMM keeps lam = mean of lam_i."""
     b = 0.3
@@ -543,7 +544,7 @@ def test_an_error_of_the_server_slot_shifts_the_fixed_point(
     close(gradient, -e, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("algorithm", "exact"), [(SCAFFOLD, True), (FedDyn, True), (FedAvg, False)])
 def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bool) -> None:
     """f_i = h_i/2 ||w - b_i||^2, K_i from 3 to 8, half of the clients a round: the optimum, but for FedAvg."""

@@ -450,7 +450,7 @@ def test_signals_save(number: signal.Signals, gap: float, tmp_path: Path) -> Non
     assert 3 <= last(newest(tmp_path))["round"] <= rows  # a signal takes back a round that has just been logged
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
     args = ["--model=FedAvg", *DIGITS, "--trainer.max_rounds=500", f"--trainer.default_root_dir={tmp_path}"]
     with process("nohup", SCRIPT, "fit", *args, cwd=tmp_path) as child:
@@ -460,8 +460,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
     assert child.returncode == 0 and last(newest(tmp_path))["round"] == 500
 
 
-@pytest.mark.sampled(slow=3)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["| head -1", "> /dev/full", ">&-"])
 def test_real_pipes(end: str, tmp_path: Path) -> None:
     args = " ".join([*DIGITS, "--trainer.enable_progress_bar=true", "--trainer.max_rounds=30"])

@@ -300,6 +300,7 @@ def assert_metrics(there: Path, one: Path, measured: float) -> None:
     assert len(a) in (4 * 5, 4 * 6) and np.isfinite(a).all()
 
 
+@pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
     """Evaluation, too, is shared, though 400 samples are one batch."""
     args = [*ARGS, METRICS.format(300), "--data=many.Parts", "--data.eval_batch_size=400"]
@@ -381,7 +382,7 @@ def test_a_logger_ends_a_program_of_two_processes(folder: Path) -> None:
     assert seen == [["1", "5"]] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_is_killed_in_a_program(folder: Path) -> None:
     """The other one ends, and one process goes on from the last checkpoint."""
     args, root = [*PROGRAMS, "--trainer.engine=batched"], f"--trainer.default_root_dir={folder / 'two'}"

@@ -70,8 +70,7 @@ def test_dry_run_without_data_of_unknown_shape(
     assert reason.startswith("no estimate for Cityscapes: data.data_dir = 'data/cityscapes': ")
 
 
-@pytest.mark.sampled(slow=30)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("table", sorted({(cell.paper, cell.table) for cell in find()}), ids=" ".join)
 def test_dry_run_of_every_table(
     table: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -258,7 +257,7 @@ def test_curves_of_a_figure(
         cli("reproduce", "fedgf", "fig7", "--rows=FedGF")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_landscape_of_a_figure_in_the_same_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     surface = landscape.surface
@@ -289,8 +288,7 @@ def test_figure_is_of_the_tables_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert pictures("runs/reproduce/fedgf_1_0.0005") == ["figure_6/surface.png", "figure_6/surface_3d.png"]
 
 
-@pytest.mark.sampled(slow=9)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("paper", "number", "drawn"),
     [

@@ -266,6 +266,7 @@ def test_an_average_begins_again_if_it_had_begun_too_early(tmp_path: Path) -> No
     assert seen.averaged == {5: False, 6: False, 7: True, 8: False}  # the first model that it collects is the last one
 
 
+@pytest.mark.slow
 def test_auto_continues_the_run_of_the_same_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not a newer one of the same name; a run of another config begins anew, and a finished one is left as it is."""
 

@@ -169,6 +169,7 @@ def rounds(work: Path) -> int:
     return max((len(path.read_text().splitlines()) - 1 for path in found), default=0)
 
 
+@pytest.mark.long
 def test_job_goes_on_after_its_time_limit_and_a_preemption(slurm: Path) -> None:
     """As the same job with the same options, in one run, to the bits of a run without SLURM."""
     job = submit()
@@ -190,6 +191,7 @@ def test_job_goes_on_after_its_time_limit_and_a_preemption(slurm: Path) -> None:
     assert metrics(folder).keys() == metrics(newest(slurm / "alone")).keys()
 
 
+@pytest.mark.long
 def test_cancelled_job_ends(slurm: Path) -> None:
     """And is saved; the same command goes on, and one of another config does not take its run."""
     job = submit()
@@ -216,6 +218,7 @@ def test_job_that_has_not_trained_does_not_start_again(slurm: Path) -> None:
     assert shown(job, "Restarts") == "0" and not rounds(slurm)
 
 
+@pytest.mark.long
 def test_preemption_with_a_grace_time_starts_the_job_again(slurm: Path) -> None:
     job = submit(partition="grace")
     soon(lambda: rounds(slurm) >= 3)

@@ -14,8 +14,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "theory.py"))
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(slow=2)
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(1, 6))
 def test_runs_end_where_the_theorem_says(number: int, tmp_path: Path) -> None:
     """To rounding; fitted rates to a thousandth; what leaves out a term falls as this term does."""

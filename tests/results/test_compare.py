@@ -479,6 +479,7 @@ def test_losses_beside_one_that_diverged() -> None:
         assert axes.get_yscale() == scale and len(axes.get_yticks()) < 12
 
 
+@pytest.mark.slow
 def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real runs of two methods with two seeds each."""
     folders = [

@@ -42,7 +42,7 @@ def test_a_line_for_each_config_ends_at_its_value() -> None:
     assert axes.child_axes[0].get_ylim() == (0.5, 0.9)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Settings that all have, of configs without a diverged run; the report has them where more than two vary."""
     values = {(lr, rho, size): [lr + rho, lr] for lr in (0.1, 0.2) for rho in (0.1, 0.3) for size in (8, 16)}

@@ -34,6 +34,7 @@ def runs(tmp_path: Path) -> Path:
     return sweep(tmp_path / "runs", values)
 
 
+@pytest.mark.slow
 def test_numbers_by_hand(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = pivot(compare([runs]), "lr,rho")
     assert found.heads == ["lr", "rho\u00a00.01", "rho\u00a00.1"]

@@ -64,6 +64,7 @@ def test_what_cannot_be_summarised(tmp_path: Path) -> None:
         summarise(folder, last=0)
 
 
+@pytest.mark.slow
 def test_summary_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file, and the line on the terminal; the last ``eval_last`` rounds count."""
     args = "--trainer.max_rounds=7 --trainer.eval_every=3 --trainer.eval_last=2 --trainer.enable_progress_bar=true"

@@ -120,6 +120,7 @@ def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Pa
         cli("study", "add", str(copy), f"--into={tmp_path / 'both'}")
 
 
+@pytest.mark.slow
 def test_a_removed_row_takes_nothing_from_the_others(study: Path, copy: Path) -> None:
     """Not the first one either, whose config is the base of all."""
     whole = Store(study / "rows")
@@ -132,7 +133,7 @@ def test_a_removed_row_takes_nothing_from_the_others(study: Path, copy: Path) ->
     assert [line["row"] for line in Store(copy).lines] == ["FedSAM/seed_1"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_that_add_at_once_lose_nothing(study: Path, tmp_path: Path) -> None:
     for k, (method, seed) in enumerate(SEEDS):
         shutil.copytree(run_of(study, method, seed), tmp_path / str(k) / method / f"seed_{seed}" / "version_0")

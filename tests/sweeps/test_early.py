@@ -118,8 +118,7 @@ def decided(folder: Path) -> dict[str, list[float]]:
     return {of.name: [value for _, value in metrics_of(run_folder(folder, of))[ACC]] for of in ASKED}
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(slow=3)
+@pytest.mark.long
 @pytest.mark.usefixtures("quick_start")
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("engine", ["sequential", "batched"])

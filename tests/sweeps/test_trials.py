@@ -66,6 +66,7 @@ def run_folder(folder: Path, of: Trial) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_finished_trials_are_kept_and_the_interrupted_one_goes_on(tmp_path: Path) -> None:
     asked = [trial(0.05), trial(0.1), trial(0.2)]
     alone = partial(build, engine="sequential")
@@ -287,7 +288,7 @@ def build_killed(of: Trial, folder: Path) -> Built:
     return build(of, folder, engine="sequential", callbacks=callbacks)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_begins_anew(tmp_path: Path) -> None:
     """With what is pickled, and nothing else of the process that starts it."""
     train = partial(trials._train, tmp_path, build, True, None)

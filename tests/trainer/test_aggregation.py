@@ -213,6 +213,7 @@ def test_a_rule_of_ones_own_with_a_mistake(golden: Golden) -> None:
             golden.run(FedAvg(golden.net()), aggregation=Rows(), sampler=UniformSampler(clients), max_rounds=1)
 
 
+@pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """Two give the same bits as one; without the gathering that the rules need they are refused in one line."""
     args = ["--model=SCAFFOLD", *DIGITS, "--trainer.aggregation=TrimmedMean", "--trainer.aggregation.share=0.34"]

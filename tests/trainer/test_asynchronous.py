@@ -256,6 +256,7 @@ def test_doubled_durations_and_no_weight(tmp_path: Path) -> None:
     assert torch.equal(still.server.w, still.clients.w0)
 
 
+@pytest.mark.slow
 def test_steps_by_time(tmp_path: Path) -> None:
     """At the first multiple of the period after an arrival, with all that has arrived until then."""
     run = train(tmp_path, SemiSynchronous(0.75, 2), rounds=4)
@@ -438,7 +439,7 @@ def test_events_that_are_gone(tmp_path: Path) -> None:
     assert {row["step"] for row in events(train(tmp_path, FedBuff(2, 3), rounds=5, ckpt_path=last))} == {"4", "5"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     """Clients in flight train from the versions that they have received; MOON's clients keep state."""
     args = ["fit", "--model=MOON", *DIGITS, *ARGS, "--trainer.max_rounds=150", "--trainer.callbacks+=Checkpoints",

@@ -100,7 +100,7 @@ def on_two(machines: list[str], root: Path, code: int = 0, **first: str) -> list
         return ended(children, code)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_machines(two_machines: list[str], tmp_path: Path) -> None:
     """They find the interface, give the bits of one process, and print each line once."""
     said = on_two(two_machines, tmp_path)

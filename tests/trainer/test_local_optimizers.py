@@ -82,6 +82,7 @@ def test_an_optimizer_that_replaces_its_parameters(tmp_path: Path) -> None:
     assert_close(*runs)
 
 
+@pytest.mark.slow
 def test_adamw_is_that_of_torch(tmp_path: Path) -> None:
     """Whole rounds with clipping and schedules, on all engines."""
     shared: dict[str, Any] = {"lr": 0.01, "clip": 1.0, "lr_decay": 0.9, "schedule": Cosine(0.1)}

@@ -185,6 +185,7 @@ class Log:
                     self.exits.append(record.exit.exit_code)
 
 
+@pytest.mark.slow
 def test_wandb_holds_the_same(logged: Path) -> None:
     log, columns = Log.read(logged), read_metrics(logged / "metrics.csv")
     first, *history, figure = log.history
@@ -295,7 +296,7 @@ def test_a_run_without_wandb_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
         run("fit", "--trainer.loggers=WandbLogger", "--trainer.loggers.mode=offline", root=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_quickstart_where_wandb_is_not_installed(tmp_path: Path) -> None:
     """In a process that finds all packages but wandb, and, beside its runs, the folder of those of W&B."""
     site = tmp_path / "site"

@@ -56,6 +56,7 @@ def train(root: Path, model: Any = None, **more: Any) -> Run:
 NAMES = [f"algorithm/{name}" for name in ("update", "round", "mean_update", "share")]
 
 
+@pytest.mark.slow
 def test_every_engine_logs_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {}
     for engine in ("sequential", "batched", "graphed"):

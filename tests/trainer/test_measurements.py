@@ -501,6 +501,7 @@ def ckpt(folder: Path) -> str:
     return str(folder / "checkpoints" / "last.ckpt")
 
 
+@pytest.mark.slow
 def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Path) -> None:
     """lambda_max of the round of the checkpoint; local models are those of the round to come."""
     args = [f"--metrics={MEASURED}", f"--out={tmp_path}", "--trainer.max_rounds=3"]
@@ -524,6 +525,7 @@ def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Pa
         assert [row["name"] for row in csv.DictReader(file)] == [r["name"] for r in made["measurements"]]
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     """In flatness.jsonl and in flatness.json, and they are read."""
     few = "{samples: 20, k: 2}"
@@ -650,6 +652,7 @@ def test_paths_of_an_algorithm_with_parts(tmp_path: Path) -> None:
         assert list(found["models"]) == names
 
 
+@pytest.mark.slow
 def test_accuracies_of_a_net_with_more_outputs_than_classes(tmp_path: Path) -> None:
     """A landscape counts as the evaluation does: among the classes."""
     folder = run("fit", "--model.net.num_classes=40", root=tmp_path)
@@ -710,7 +713,7 @@ def test_mistakes(args: list[str], text: str, runs: dict[str, Path]) -> None:
     assert str(end.value).startswith("error: ") and text in str(end.value) and "\n" not in str(end.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fl_lightning", "landscape", "--ckpt_path", ckpt(runs["a"]), "--points=800"]
 
@@ -732,6 +735,7 @@ def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: P
     assert 0 < made["missing"] == sum(v is None for v in losses) < len(losses) == 800**2
 
 
+@pytest.mark.slow
 def test_a_run_says_where_it_keeps_how_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--trainer.enable_progress_bar=true", "--trainer.callbacks+=FlatnessMonitor"]
     folder = run("fit", *more, root=tmp_path)

@@ -132,6 +132,7 @@ class Moves(Callback):
         self.w.append(run.global_model.clone())
 
 
+@pytest.mark.slow
 def test_runs_of_one_seed_share_neither_noise_nor_cohorts(golden: Golden) -> None:
     """With `noise_seed` they share both, for repeats."""
     options: dict[str, Any] = {"sampler": BernoulliSampler(0.5), "max_rounds": 8}
@@ -218,6 +219,7 @@ def test_anything_else_has_new_noise(change: str, golden: Golden, capsys: pytest
     assert "privacy: new noise and cohorts from round" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_learning_rate_has_new_noise(golden: Golden) -> None:
     """What an algorithm, its parts, its loss and its net are made of is a setting, too."""
     folder = broken_off(golden, 2)

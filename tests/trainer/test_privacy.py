@@ -213,8 +213,7 @@ def test_epsilon(options: dict[str, Any], rounds: int, rdp: float, pld: float | 
     assert Accountant(**options).epsilon(rounds) == pytest.approx(rdp, abs=6e-5)
 
 
-@pytest.mark.sampled(slow=2)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "rounds", "rdp", "pld"), [case for case in EPSILONS if case[3] is not None])
 def test_epsilon_of_loss_distributions(options: dict[str, Any], rounds: int, rdp: float, pld: float) -> None:
     accountant = Accountant(**options, method="PLD", rounds=rounds)
@@ -288,7 +287,7 @@ def test_epsilon_of_one_release_by_hand() -> None:
     assert Accountant(**twice, releases=2).epsilon(30) > Accountant(**twice).epsilon(60)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("poisson", [True, False])
 def test_small_epsilons_have_a_useful_noise(poisson: bool) -> None:
     """At most that of the mechanism without sampling; epsilon falls with the noise."""
@@ -358,6 +357,7 @@ def test_signal_to_noise(golden: Golden) -> None:
         assert logged[t] == pytest.approx(float((b.w - a.w).norm()) * 4 / (0.5e-3 * math.sqrt(a.w.numel())), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_budget_ends_the_run(golden: Golden, capsys: Any) -> None:
     """Before the round that would exceed it; a run that is resumed there does nothing more."""
     everyone = BernoulliSampler(1.0)

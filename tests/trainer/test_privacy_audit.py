@@ -124,6 +124,7 @@ KEYS: dict[str, tuple[Game, Callable[[int], int], int]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hole", KEYS)
 def test_audit_finds_a_public_key(hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (attack, seed, releases), now = KEYS[hole], [0]

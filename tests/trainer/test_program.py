@@ -175,6 +175,7 @@ class Models(Callback):
         self.models.append((result.ctx.t, result.w))
 
 
+@pytest.mark.slow
 def test_evaluated_rounds_are_programs_and_those_whose_local_models_are_needed_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ def test_evaluated_rounds_are_programs_and_those_whose_local_models_are_needed_a
     assert all(torch.equal(torch.stack([w for of, w in found[0].models if of == t]), v) for t, v in alone.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["batched", "graphed"])
 def test_a_short_program_goes_on_after_evaluated_rounds(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -422,6 +424,7 @@ class Slower(Callback):
             run.objective.mu /= 2  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_records_of_settings_that_are_gone_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedRounds, "KEPT", 2)
     together = train(tmp_path, fl.FedProx, Slower())
@@ -476,6 +479,7 @@ def test_checkpoints_by_time_fall_between_programs(tmp_path: Path, monkeypatch: 
     check_same(*runs)
 
 
+@pytest.mark.slow
 def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of rounds 12 to 20 is undone."""
     with pytest.raises(KeyboardInterrupt):
@@ -497,6 +501,7 @@ def test_what_an_interruption_undoes_may_lie_beyond_the_last_checkpoint(tmp_path
     check_same(train(tmp_path, fl.SCAFFOLD, Rounds(), resume=str(broken)), train(tmp_path, fl.SCAFFOLD))
 
 
+@pytest.mark.slow
 def test_the_count_of_divergences_is_in_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together = train(tmp_path, on_divergence="continue")
     assert [value for _, value in metrics(together.folder.path)["client/diverged"]] == [0] * 26

@@ -207,6 +207,7 @@ class Remembers(FedAvg):
         )
 
 
+@pytest.mark.slow
 def test_state_of_other_shapes_and_dtypes(tmp_path: Path) -> None:
     """What a client keeps has the dtype of the weights from the first contact on, in programs of rounds, too."""
     first, *others = [
