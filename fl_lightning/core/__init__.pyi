@@ -91,10 +91,12 @@ from .made import described as described
 from .made import leaves as leaves
 from .made import with_own_attributes as with_own_attributes
 from .nested import Inputs as Inputs
+from .nested import below as below
 from .nested import earlier as earlier
 from .nested import grouped as grouped
 from .nested import map_tensors as map_tensors
 from .nested import named_tensors as named_tensors
+from .nested import prefixed as prefixed
 from .options import Checked as Checked
 from .options import check_values as check_values
 from .options import checked as checked

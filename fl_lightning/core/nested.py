@@ -36,6 +36,16 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+def prefixed(prefix: str, values: Mapping[str, V]) -> dict[str, V]:
+    """Returns values by names with a prefix."""
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def below(prefix: str, named: Mapping[str, V]) -> dict[str, V]:
+    """Returns the values whose names have a prefix, without it."""
+    return {name.removeprefix(f"{prefix}."): v for name, v in named.items() if name.startswith(f"{prefix}.")}
+
+
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Returns the values of each key of pairs (key, value), both in the order in which they come."""
     found: dict[K, list[V]] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
 from fl_lightning.algorithms.parts import Take
-from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, Logs, State, Upload, UserError
+from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, Logs, State, Upload, UserError, below, prefixed
 from fl_lightning.data.minibatches import Minibatches
 
 COLUMNS = ("lr", "K", "K_missed", "k_lr", "n_k", "n_mean")
@@ -86,6 +86,15 @@ class Carry:
     state: State
     loss: Tensor
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors by name."""
+        return {"w": self.w, "loss": self.loss, **prefixed("state", self.state)}
+
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor]) -> "Carry":
+        """Returns the carry whose `tensors` these are; other names are ignored."""
+        return cls(named["w"], State(below("state", named)), named["loss"])
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -106,6 +115,17 @@ class Fixed:
     constants: tuple[Tensor, ...]
     ctx: ClientContext
     take: Take
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors by name."""
+        columns = {name: getattr(self.ctx, name) for name in (*COLUMNS, "class_counts")}
+        return {
+            **prefixed("received", self.received),
+            **{f"teacher.{i}": v for i, v in enumerate(self.teachers)},
+            **{f"constant.{i}": v for i, v in enumerate(self.constants)},
+            **({} if self.start is self.received.w else {"start": self.start}),
+            **prefixed("ctx", {name: v for name, v in columns.items() if v is not None}),
+        }
 
 
 Evaluation = Callable[[Tensor, Losses | None], tuple[Tensor, Tensor]]

@@ -6,11 +6,10 @@ from functools import cached_property, partial
 
 import torch
 
-from fl_lightning.core import ClientContext, Draws, State, accumulator_dtype, ensure, to_device
+from fl_lightning.core import ClientContext, Draws, State, accumulator_dtype, below, ensure, prefixed, to_device
 from fl_lightning.data.minibatches import Block
 from fl_lightning.engine.base import Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine
-from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
 from fl_lightning.engine.record import NOTHING, REFUSED, Numbers, Stage, Tensors, alike, composed, stage
 from fl_lightning.engine.replay import CudaGraph, Program, Record, Records, Replay, compiled, loop, plain_settings
 from fl_lightning.engine.simplify import Known, called_directly, simplified
@@ -33,15 +32,15 @@ class GraphedEngine(BatchedEngine):
 
     def steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors = NOTHING) -> Carry:
         device, unroll = carry.w.device, self.unrolled(len(block.y))
-        inputs = tensors_of(fixed) | prefixed("settings", settings)
+        inputs = fixed.tensors() | prefixed("settings", settings)
         inputs["t"] = torch.zeros(Numbers.MOST, dtype=accumulator_dtype(device), device=device)
-        carried = tensors_of_carry(replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)))
+        carried = replace(carry, w=carry.w.contiguous(), loss=torch.zeros_like(carry.loss)).tensors()
         steps = {name: torch.unflatten(v, 0, (-1, unroll)) for name, v in block.tensors().items()}
         record = self.record_of({**carried, **inputs, **block.tensors()}, fixed.ctx, settings, check=True)
         inputs["t"] = to_device(record.stage.numbers.at(fixed.ctx.t), device, accumulator_dtype(device))
         with torch.no_grad():
             values = record.replay(*(tuple(tensors.values()) for tensors in (carried, inputs, steps)))
-        end = carry_of(dict(zip(carried, values, strict=True)))
+        end = Carry.of(dict(zip(carried, values, strict=True)))
         return replace(end, loss=carry.loss + end.loss)
 
     def unrolled(self, steps: int) -> int:
@@ -52,7 +51,7 @@ class GraphedEngine(BatchedEngine):
         """Returns the record of the local steps of a round; a new one only if none serves.
 
         Args:
-            named: The tensors that `tensors_of`, `tensors_of_carry` and `Block.tensors` name, with ``t``.
+            named: The tensors that `Fixed.tensors`, `Carry.tensors` and `Block.tensors` name, with ``t``.
             ctx: The context.
             settings: The clients' own settings, ``(clients, 1)``, among the tensors.
             check: Whether it is compared with a new one, if that is due.
@@ -70,7 +69,7 @@ class GraphedEngine(BatchedEngine):
         return record
 
     def step_stage(self, named: Tensors, ctx: ClientContext) -> Stage:
-        """Records one local step of the tensors that `tensors_of`, `tensors_of_carry` and `Block.tensors` name."""
+        """Records one local step of the tensors that `Fixed.tensors`, `Carry.tensors` and `Block.tensors` name."""
         one = {name: value[:1] for name, value in named.items() if name.startswith("block.")}
         return stage(self._recorded, {**named, **one}, ctx)
 
@@ -115,10 +114,10 @@ class GraphedEngine(BatchedEngine):
         """Takes a local step with named tensors; returns those that it changes."""
         with self.using(below("settings", named)):
             fixed = self.fixed_of(named, ctx)
-            return tensors_of_carry(super().steps(carry_of(named), Block.of(named), fixed, below("settings", named)))
+            return super().steps(Carry.of(named), Block.of(named), fixed, below("settings", named)).tensors()
 
     def fixed_of(self, named: Tensors, ctx: ClientContext) -> Fixed:
-        """Returns the arguments of which `tensors_of` returns the tensors; hooks cannot draw."""
+        """Returns the arguments whose `Fixed.tensors` these are; hooks cannot draw."""
         received = State(below("received", named))
         teachers, constants = (tuple(below(name, named).values()) for name in ("teacher", "constant"))
         start = named.get("start", received.w)

@@ -12,12 +12,22 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from fl_lightning.core import ClientContext, State, Uploads, Watched, accumulator_dtype, ensure, k_lr_sums, to_device
+from fl_lightning.core import (
+    ClientContext,
+    State,
+    Uploads,
+    Watched,
+    accumulator_dtype,
+    below,
+    ensure,
+    k_lr_sums,
+    prefixed,
+    to_device,
+)
 from fl_lightning.data.minibatches import MinibatchTable
-from fl_lightning.engine.base import COLUMNS
+from fl_lightning.engine.base import COLUMNS, Carry
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.graphed import GraphedEngine, known_of
-from fl_lightning.engine.named import below, carry_of, prefixed, tensors_of, tensors_of_carry
 from fl_lightning.engine.record import Numbers, Stage, Tensors, Values, alike, composed, stage
 from fl_lightning.engine.replay import Replay, plain_settings
 from fl_lightning.engine.rounds import Drawn, Rounds, Table, Trained
@@ -303,13 +313,13 @@ class RecordedRounds(Rounds):
         """`send` with named tensors."""
         ctx = self.engine.without_draws(ctx)
         _, carry, fixed = self.send(State(below("server", named)), below("row", named), named["met"], ctx)
-        given = {name: v for name, v in tensors_of(fixed).items() if not name.startswith("ctx.")}
+        given = {name: v for name, v in fixed.tensors().items() if not name.startswith("ctx.")}
         carry = replace(carry, w=carry.w.contiguous()) if self.engine.compile else carry  # as in single rounds
-        return {**tensors_of_carry(carry), **given}
+        return {**carry.tensors(), **given}
 
     def _finish(self, named: Tensors, ctx: ClientContext) -> Tensors:
         """`finish` with named tensors."""
-        return self.finish(carry_of(named), self.engine.fixed_of(named, ctx))
+        return self.finish(Carry.of(named), self.engine.fixed_of(named, ctx))
 
     def _receive(self, named: Tensors, ctx: ClientContext) -> Tensors:
         """`receive` with named tensors."""

@@ -26,13 +26,14 @@ from fl_lightning.core import (
     Upload,
     Uploads,
     accumulator_dtype,
+    below,
+    prefixed,
     to_device,
 )
 from fl_lightning.data.minibatches import MinibatchTable
 from fl_lightning.data.samples import SampleStore
 from fl_lightning.engine.base import Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine, by_client
-from fl_lightning.engine.named import below, prefixed
 from fl_lightning.engine.record import Tensors
 
 
