@@ -150,7 +150,7 @@ class CSVLogger(RunLogger):
         self.checksums = {round: _checksum(rows)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"columns": self.columns, "checksums": self.checksums}
+        return {"columns": self.columns, "checksums": {**self.checksums}}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:  # type: ignore[override]
@@ -163,10 +163,11 @@ class CSVLogger(RunLogger):
             # it must exist, and no link is followed that somebody has put there
             with open(self.path, "r+", newline="", opener=_no_link) as file:
                 file.seek(0, os.SEEK_END)
-                csv.DictWriter(file, self.columns).writerow(new_row)
-        *_, (last, checksum) = self.checksums.items()
-        known = [*self.checksums.items(), (last + 1, _checksum([new_row], checksum))]
-        self.checksums = dict(known[-TAKEN_BACK - 1 :])
+                csv.writer(file).writerow([new_row.get(name, "") for name in self.columns])
+        last = next(reversed(self.checksums))
+        self.checksums[last + 1] = _checksum([new_row], self.checksums[last])
+        if len(self.checksums) > TAKEN_BACK + 1:
+            del self.checksums[next(iter(self.checksums))]
 
     def flush(self) -> None:
         with writing(self.path), self.path.open("r+b") as file:
