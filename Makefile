@@ -94,6 +94,7 @@ renew: dev ## Renew what files say of the code: index of the command line, table
 	$(RUN) tests.renew
 
 docs: dev ## Build the documentation into site/
+	$(RUN) nbconvert --to markdown --output-dir docs/notebooks --log-level WARN notebooks/*.ipynb
 	$(RUN) zensical build --strict --clean
 
 bench: venv ## Measure the engines and renew docs/benchmarks.md (a quarter of an hour)
@@ -103,5 +104,5 @@ gpu: venv ## Check a CUDA device, measure on it, train the papers' runs (half an
 	@$(BIN)/python -m benchmarks.gpu correctness=300 speed=600 science=900 --report docs/guides/gpu.md
 
 clean: ## Remove caches and built files (.venv, runs/ and data/ stay)
-	rm -rf build dist site .cache htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site docs/notebooks .cache htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints -o -name '*.egg-info' \) -exec rm -rf {} +

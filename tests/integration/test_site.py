@@ -46,8 +46,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("zensical")
     folder = tmp_path_factory.mktemp("site")  # the site is written beside the config
     shutil.copytree(ROOT / "docs", folder / "docs")
-    shutil.copy(ROOT / "mkdocs.yml", folder)
-    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    shutil.copytree(ROOT / "notebooks", folder / "notebooks")
+    for file in ("mkdocs.yml", "Makefile"):
+        shutil.copy(ROOT / file, folder)
+    command = ["make", "docs", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed-dev"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "site"
