@@ -17,6 +17,7 @@ import pytest
 import yaml
 from PIL import Image
 
+import fl_lightning
 from fl_lightning import algorithms
 from fl_lightning.commands.shared import prediction
 from fl_lightning.commands.shared.arguments import find_config
@@ -79,6 +80,11 @@ def test_relative_links_lead_to_files(text: Path) -> None:
 def test_navigation_has_every_page_once() -> None:
     nav = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(nav) == sorted(str(page.relative_to(ROOT / "docs")) for page in [*KEPT, *MADE])
+
+
+def test_every_class_stands_in_an_example() -> None:
+    page, exported = (ROOT / "docs" / "classes.md").read_text(), {*fl_lightning.__all__} - {*algorithms.__all__}
+    assert {name for name in exported if not re.search(rf"fl\.{name}\b|`{name}\b", page)} == set()
 
 
 def test_site_asks_no_other_host() -> None:
