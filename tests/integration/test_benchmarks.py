@@ -34,6 +34,7 @@ def test_cases_take_turns_and_one_that_fails_is_left_out(capsys: pytest.CaptureF
     assert second["vs plain loop, low"] <= second["vs plain loop"] <= second["vs plain loop, high"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "suite", [pytest.param(each, marks=[pytest.mark.long] * (each not in SHORT)) for each in cases.suites(True)]
 )
