@@ -102,7 +102,7 @@ def test_a_target_that_nobody_reaches_has_no_scores(tmp_path: Path) -> None:
 
 
 def test_critical_sharpness_orders_methods_much_as_lambda_max_does() -> None:
-    """The rank correlations in docs/measuring.md are those of the digits' page."""
+    """The rank correlations in docs/flatness.md are those of the digits' page."""
     means: dict[str, dict[str, list[list[float]]]] = {}
     for row in json.loads((DOCS / "ledger/digits.json").read_text()):
         if row["collapsed"]:  # enters no mean of the page
@@ -111,7 +111,7 @@ def test_critical_sharpness_orders_methods_much_as_lambda_max_does() -> None:
         means.setdefault(row["column"], {}).setdefault(row["method"], []).append(pair)
     found = {name: spearmanr([np.mean(pairs, axis=0) for pairs in of.values()]).statistic for name, of in means.items()}
     shown = {name: round(value, 2) for name, value in found.items()}
-    text = " ".join((DOCS / "measuring.md").read_text().split())
-    assert f"alpha 0.05 have a rank correlation of {shown['alpha_0.05']}, " in text
-    assert f"those at alpha 0 and 100 one of {shown['alpha_0']} and {shown['alpha_100']}." in text
-    assert f"means of the {len(means['alpha_0.05'])} methods" in text
+    text = " ".join((DOCS / "flatness.md").read_text().split())
+    values = [shown[name] for name in ("alpha_0", "alpha_0.05", "alpha_100")]
+    assert "correlation is {}, {} and {} at alpha 0, 0.05 and 100.".format(*values) in text
+    assert f"means of {len(means['alpha_0.05'])} methods" in text
