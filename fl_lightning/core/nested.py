@@ -28,8 +28,8 @@ def nested(tensors: Mapping[str, Any], name: str) -> Inputs:
     """Returns the nested dict that `named_tensors` flattened; paths that do not start with ``name`` are ignored."""
     if name in tensors:
         return tensors[name]
-    below = [path.removeprefix(f"{name}.") for path in tensors if path.startswith(f"{name}.")]
-    return {key: nested(tensors, f"{name}.{key}") for key in dict.fromkeys(path.partition(".")[0] for path in below)}
+    inner = [path.removeprefix(f"{name}.") for path in tensors if path.startswith(f"{name}.")]
+    return {key: nested(tensors, f"{name}.{key}") for key in dict.fromkeys(path.partition(".")[0] for path in inner)}
 
 
 K = TypeVar("K")
