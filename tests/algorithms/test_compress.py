@@ -384,7 +384,7 @@ def test_refusals(make: Any, message: str) -> None:
 PARTS = ["--model.parts+=Compress", "--model.parts.method=randk", "--model.parts.rate=0.1"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not FORKS, reason="needs forks")
 def test_kill_9(tmp_path: Path) -> None:
     """A run that is killed goes on to the same bits, the residuals included."""

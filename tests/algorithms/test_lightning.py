@@ -284,7 +284,7 @@ if fit.is_global_zero:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ddp_processes_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SAM's two passes on 2 x 16 samples are those on 32: the same weights, losses and metrics."""
     root, found = Path(__file__).parents[2], []

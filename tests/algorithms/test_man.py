@@ -166,7 +166,7 @@ def test_flatness_of_the_spec(golden: Golden) -> None:
     assert found == pytest.approx([7.5718, 5.4299, 1.8679], rel=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", [FedAvg, FedGMT, FedSOL])
 def test_engines_agree_where_minibatches_are_padded(tmp_path: Path, method: type[LocalObjective]) -> None:
     """With teachers, which do not count, and with other losses than the objective's, too."""

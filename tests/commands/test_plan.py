@@ -107,7 +107,7 @@ class Seen(Callback):
         self.found[-1] = (self.found[-1][0], run.metrics)
 
 
-@pytest.mark.sampled(quick=6)
+@pytest.mark.sampled(quick=6, slow=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_measures_the_run_that_is_planned(kind: str, tmp_path: Path) -> None:
     """Its rule, faults and privacy, and thus its bits; a cohort may be empty."""
@@ -130,7 +130,7 @@ def test_a_run_that_max_time_ends(tmp_path: Path) -> None:
     assert plan(trainer(tmp_path, max_time="01:00:00"), FedAvg(DigitsMLP(hidden=4)), digits()).rounds == 5
 
 
-@pytest.mark.sampled(quick=5)
+@pytest.mark.sampled(quick=5, slow=3)
 @pytest.mark.parametrize("kind", CLOCKS)
 def test_the_clock_of_the_devices(kind: str, tmp_path: Path) -> None:
     """Who is late, when the run ends, and what it counts; a server without rounds takes steps."""

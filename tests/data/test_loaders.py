@@ -130,7 +130,7 @@ torch.save((model.seen, model.net.state_dict()), f"rank{{trainer.global_rank}}.p
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_train_on_shares(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with process(sys.executable, str(tmp_path / "script.py"), cwd=tmp_path) as child:

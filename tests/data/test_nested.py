@@ -90,7 +90,7 @@ def fit(data: Any, net: type[nn.Module], algorithm: Any, engine: str, folder: Pa
     return trainer.fit(algorithm(net=net()), data)
 
 
-@pytest.mark.sampled(quick=6, slow=2)
+@pytest.mark.sampled(quick=6, slow=6)
 @pytest.mark.parametrize("algorithm", [FedAvg, FedSAM, FedSMOO])
 @pytest.mark.parametrize(("x", "net"), [(X, Two), (GRAPHS, Graph)], ids=["two inputs", "graphs"])
 def test_engines_agree(x: Any, net: type[nn.Module], algorithm: Any, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def lora(**options: Any) -> LoRA:
     return LoRA(transformer(), rank=2, **{"targets": ["q", "v"], "trained": ["head"], **options})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lora_on_every_engine(tmp_path: Path) -> None:
     """Adapters and head are trained; A B starts at zero, so the first model is that without adapters."""
     x = torch.arange(12).view(2, 6)
@@ -212,7 +212,7 @@ def test_factors_of_which_only_b_is_trained(tmp_path: Path) -> None:
     torch.testing.assert_close(found, mean, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mean_of_products(tmp_path: Path) -> None:
     """The server's product is the best approximation of the mean product, on every engine; bits are of factors."""
     found, layers = [], ("net.blocks.0.q", "net.blocks.0.v")

@@ -80,7 +80,7 @@ def softmax_regression() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(slow=2)
+@pytest.mark.sampled(slow=6)
 @pytest.mark.parametrize("loss", [CE, mse, of_tanh])
 @pytest.mark.parametrize("make", [mlp, cnn])
 @pytest.mark.parametrize("kind", [gauss_newton, fisher])

@@ -205,7 +205,7 @@ def test_indices_and_draws_are_moved_once_a_cohort(monkeypatch: pytest.MonkeyPat
 CASE = [pytest.param(case, marks=pytest.mark.slow if case == "adapters" else ()) for case in CASES if case != "bf16"]
 
 
-@pytest.mark.sampled(quick=7)
+@pytest.mark.sampled(quick=7, slow=5)
 @pytest.mark.parametrize("case", [*CASE, "bf16"])
 def test_what_else_a_run_uses(case: str, tmp_path: Path) -> None:
     """The numbers are those of the CPU; options wait for the device where they must, for no upload and no noise."""
@@ -215,7 +215,7 @@ def test_what_else_a_run_uses(case: str, tmp_path: Path) -> None:
     assert {at: n for at, n in waits.items() if Path(at).stem in OPTIONAL} == WAITS.get(case, {})
 
 
-@pytest.mark.sampled(quick=14, slow=2)
+@pytest.mark.sampled(quick=14, slow=4)
 @pytest.mark.parametrize("case", CASE)
 def test_without_float64(case: str, tmp_path: Path) -> None:
     """Apple's MPS refuses float64: sums are float32 there, so metrics differ in their last digits."""
@@ -253,7 +253,7 @@ MEASURES: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 @pytest.mark.parametrize("name", MEASURES)
 def test_flatness_on_a_device(name: str, kind: str, tmp_path: Path) -> None:

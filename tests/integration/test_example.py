@@ -51,7 +51,7 @@ def test_fedsam_from_scratch_is_the_package(
     assert f"test accuracy {run.metrics['server/test/acc']:.4f}" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lora_on_a_body_that_other_texts_have_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts whose class is their first word: the body learns it on one half, and the head on the other half."""
     monkeypatch.chdir(tmp_path)

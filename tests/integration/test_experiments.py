@@ -83,7 +83,7 @@ def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
     assert own == {**made.trainer.config, "trainer": {**made.trainer.config["trainer"], "callbacks": []}}
 
 
-@pytest.mark.sampled(quick=27, slow=8, start=1)
+@pytest.mark.sampled(quick=27, slow=32, start=1)
 @pytest.mark.parametrize("file", FILES, ids=path)
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 def test_experiment_trains(file: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ PAGE = ROOT / "docs" / "experiments.md"
 PAPER_PAGES = [ROOT / "docs" / "experiments" / f"{paper}.md" for paper in PAPERS]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 def test_row_of_silobn_trains(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its net is evaluated by the statistics of each batch."""
@@ -324,7 +324,7 @@ def check(parsed: FederatedCLI, command: Command, cell: Cell) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(slow=8)
+@pytest.mark.sampled(slow=40)
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_cell_is_made(paper: str, part: int, parsed: FederatedCLI) -> None:

@@ -128,7 +128,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(slow=12)
+@pytest.mark.sampled(slow=60)
 @pytest.mark.parametrize("figure", DRAWN, ids=name)
 def test_dry_run_says_what_a_figure_is(
     figure: PaperFigure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -171,7 +171,7 @@ def test_picture_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "; 0.05 % of the rounds; " in said and "--data=Digits" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ends_of_centralized_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are lines in the panels of the others, and no panel of their own."""
     monkeypatch.chdir(tmp_path)

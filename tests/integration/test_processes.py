@@ -406,7 +406,7 @@ def test_a_process_without_memory_for_a_program(folder: Path) -> None:
     assert "error: process 0 has lost another one" in said[0] and "MemoryError" in said[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_unequal_processes(folder: Path) -> None:
     """The third has no sample for lambda_max; a refused client is refused."""
     args = [*ARGS, *UNEVEN, METRICS.format(2)]
@@ -436,8 +436,7 @@ def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -
         assert (a[name] - b[name]).abs().max() <= 1e-12 * b[name].abs().max(), name
 
 
-@pytest.mark.sampled(slow=2)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", [[SCRIPT], [sys.executable, *TORCHRUN]], ids=["fabric", "torchrun"])
 def test_launchers(folder: Path, launcher: list[str]) -> None:
     """New processes, started by Fabric and by torchrun."""
@@ -545,7 +544,7 @@ def test_the_end_of_one_process_ends_all(folder: Path, model: str, fault: str, r
     assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model=model)))
 
 
-@pytest.mark.sampled(slow=2)
+@pytest.mark.sampled(slow=8)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "memory"),

@@ -276,7 +276,7 @@ def test_landscape_of_a_figure_in_the_same_directions(tmp_path: Path, monkeypatc
     assert list(json.loads(Path("mine/figure_1/alpha=0/surface.json").read_text())) == ["FedAvg", "FedASAM"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_figure_is_of_the_tables_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cli("reproduce", "fedgf", "1", "--rows=FedGF", "--columns=CIFAR100,alpha=0,5/100", *SMALL)

@@ -59,7 +59,7 @@ def pages(site: Path) -> list[Path]:
     return [page for page in sorted(site.rglob("*.html")) if page.name != "404.html"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     assert len(pages(site)) > 30
     for page in pages(site):

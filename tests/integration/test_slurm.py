@@ -229,6 +229,7 @@ def test_preemption_with_a_grace_time_starts_the_job_again(slurm: Path) -> None:
     assert [said.count(text) for text in ("auto: no run", "auto: runs/mine/version_0, round")] == [1, 1]
 
 
+@pytest.mark.long
 def test_array_of_jobs_shares_a_sweep(slurm: Path) -> None:
     """At once; what one leaves that goes back into the queue, the array ends to the bits of a sweep without SLURM."""
     (slurm / "sweep.yaml").write_text(SWEEP)

@@ -26,7 +26,7 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wheel_made_from_the_sdist_runs_by_the_names_of_configs(tmp_path: Path) -> None:
     pytest.importorskip("build", reason="pip install build")
     pytest.importorskip("hatchling", reason="pip install hatchling")

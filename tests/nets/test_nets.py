@@ -186,7 +186,7 @@ def small(request: Any) -> tuple[Small, nn.Module, Tensor, Tensor]:
     return it, it.make().double(), it.draw(2, 2), torch.randint(0, it.classes, (2, 2))
 
 
-@pytest.mark.sampled(quick=11)
+@pytest.mark.sampled(quick=11, slow=5)
 def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
     """Of FlatNet, of vmap over clients at different weights, and of images in channels_last: all the same."""
     it, net, x, y = small

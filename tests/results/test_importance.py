@@ -15,7 +15,7 @@ from tests.results.test_pivot import sweep
 from tests.runs import cli
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_setting_that_decides_comes_first() -> None:
     """The metric falls with the logarithm of rho, depends a little on the class, and not at all on noise."""
     grid = [*product((0.01, 0.1, 1.0), ("SAM", "ASAM"), (1, 2, 3))]

@@ -351,7 +351,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kill_9_and_resume(folder: Path) -> None:
     """The clients' own statistics come back to the bit."""
     broken = killed("fit", *arguments(folder / "broken", "local"), root=folder / "broken")

@@ -637,7 +637,7 @@ def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Pat
     assert found[1.0] != found[0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_paths_of_an_algorithm_with_parts(tmp_path: Path) -> None:
     """FedAvg with an ascent is neither FedAvg nor FedSAM of the figure; a plain FedAvg is its own rival."""
     both = ["FedAvg", "FedSAM"]
