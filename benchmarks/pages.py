@@ -29,11 +29,11 @@ import fl_lightning as fl
 from fl_lightning.commands.main import main as fl_lightning
 from fl_lightning.core.figures import COLORS, DASHES, MARKERS, PAGE, new_figure, place_legend
 from fl_lightning.core.flat import FlatSpec
-from fl_lightning.engine.catalogue import entries
 from fl_lightning.flatness import random_plane, surface
 from fl_lightning.flatness.plots import Scale, draw_contour
 from fl_lightning.results import load_yaml, write_table
 from fl_lightning.results.metrics import markdown, read_metrics
+from tests.catalogue import entries
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, RUNS = ROOT / "docs", ROOT / "runs" / "pages"

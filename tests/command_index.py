@@ -26,8 +26,8 @@ from fl_lightning.commands.shared.index import FILE, PARTS
 from fl_lightning.commands.shared.parser import Command
 from fl_lightning.core.forms import UNIONS, Interval
 from fl_lightning.core.options import Checked
-from fl_lightning.engine.catalogue import HEADS, WIRE, entries
 from fl_lightning.trainer.trainer import FederatedTrainer
+from tests.catalogue import HEADS, WIRE, entries
 
 
 def made() -> dict[str, Any]:

@@ -24,10 +24,9 @@ from benchmarks import pages
 from contest import __main__ as contest
 from fl_lightning import algorithms
 from fl_lightning.commands import main as cli
-from fl_lightning.engine import catalogue
 from fl_lightning.results.metrics import markdown
 from fl_lightning.trainer import loop, program
-from tests import paper_tables
+from tests import catalogue, paper_tables
 from tests.trainer import test_private_outputs
 
 ROOT = Path(__file__).parents[1]

@@ -10,11 +10,12 @@ from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
+from torch import nn
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms.parts.ascent import SAM
 from fl_lightning.core import UserError, ensure, grouped, json_text, require
-from fl_lightning.engine.catalogue import Entry
+from fl_lightning.engine.contract import contract_of
 from fl_lightning.results import (
     PaperFigure,
     Recipe,
@@ -241,8 +242,10 @@ def declared(cell: Cell) -> float | None:
     if cell.dataset:
         return None
     name, _, ascent = cell.algorithm.partition("+")
-    entry = Entry.of(getattr(algorithms, name), **({"ascent": SAM(1.0)} if ascent else {}))
-    (down, up), (forward, backward) = entry.models, entry.passes
+    objective = getattr(algorithms, name)(nn.Linear(8, 8), **({"ascent": SAM(1.0)} if ascent else {}))
+    shown = contract_of(objective)[0]
+    down, up = (round(bits / (32 * objective.flat.d)) for bits in shown.bits)  # single numbers are not counted
+    forward, backward = shown.passes
     return {
         "models_per_client": down + up,
         "models_per_client_down": down,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fl_lightning as fl
-from fl_lightning.engine.catalogue import entries
+from tests.catalogue import entries
 from tests.integration import boxes, further_boxes
 from tests.integration.boxes import Models, Problem, Setting, asam, fedopt, momentum, sam
 from tests.problem import Golden, trajectory

@@ -22,8 +22,7 @@ from fl_lightning import algorithms
 from fl_lightning.commands.shared import prediction
 from fl_lightning.commands.shared.arguments import find_config
 from fl_lightning.core.rng import numpy_generator
-from fl_lightning.engine import catalogue
-from tests import generated, renew
+from tests import catalogue, generated, renew
 from tests.runs import cli
 
 ROOT = Path(__file__).parents[2]

@@ -47,9 +47,9 @@ from fl_lightning.core.flat import FlatSpec
 from fl_lightning.core.losses import kl_to_teacher
 from fl_lightning.core.state import ClientContext, RoundContext, State
 from fl_lightning.engine import LocalResult
-from fl_lightning.engine.catalogue import Entry
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage.client_store import ClientStore
+from tests.catalogue import Entry
 from tests.problem import Golden
 
 

@@ -1,4 +1,4 @@
-"""A table of the algorithms, which ``python -m fl_lightning.engine.catalogue`` prints as Markdown."""
+"""The table of the algorithms, as docs/algorithms/index.md and the index of the command line have it."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -79,7 +79,3 @@ def markdown() -> str:
     rows = [HEADS, *([f"[`{e.name}`]({e.page})", *e.cells] for e in entries())]
     head, *body = [f"| {' | '.join(row[i] for i in shown)} |\n" for row in rows]
     return "".join([head, f"|{'---|' * len(shown)}\n", *body])
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
