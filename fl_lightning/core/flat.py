@@ -197,4 +197,6 @@ class FlatNet:
             "without detach(), no_grad() or numbers taken out of tensors",
         )
         grads = torch.autograd.grad(loss, self._parameters, materialize_grads=True)
-        return torch.cat([g.reshape(-1) for g in grads])
+        return torch.cat(
+            [g.reshape(-1) for g in grads]
+        ).detach()  # of a weight that is not used, torch 2.9 gives one with a graph

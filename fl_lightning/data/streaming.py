@@ -206,7 +206,7 @@ class Prefetcher:
         rows = np.empty((len(indices), *stream.source.shape[1:]), stream.source.dtype)
         try:
             for i, its in places.items():
-                sample = reads.pop(i).result()
+                sample = np.asarray(reads.pop(i).result())
                 for place in its:
                     rows[place] = sample
         except BaseException:  # a faulty sample, or Ctrl-C: the others are not needed

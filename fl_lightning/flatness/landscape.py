@@ -75,7 +75,7 @@ def evaluate(
                 for name, batches in data.items()
             }
             for name, measured in found.items():
-                values[name][:, done:until] = torch.stack(measured)
+                values[name][:, done:until] = torch.stack(measured).numpy()
             done = until
             if progress is not None:
                 progress(done, n)
