@@ -197,6 +197,5 @@ class FlatNet:
             "without detach(), no_grad() or numbers taken out of tensors",
         )
         grads = torch.autograd.grad(loss, self._parameters, materialize_grads=True)
-        return torch.cat(
-            [g.reshape(-1) for g in grads]
-        ).detach()  # of a weight that is not used, torch 2.9 gives one with a graph
+        # detached: of a weight that is not used, torch 2.9 returns zeros that require a gradient
+        return torch.cat([g.reshape(-1) for g in grads]).detach()
