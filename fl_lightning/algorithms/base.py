@@ -189,9 +189,11 @@ class LocalObjective(Composed, SupervisedModule):
         """Returns the bits that values take on the wire.
 
         Args:
-            values: What one client receives or uploads, by name.
+            values: What one client receives or uploads, by name; nothing after training by itself.
             up: Whether it uploads it, encoded.
         """
+        if not values:
+            return 0
         values = values if up else self.encoded(values)
         bits: Mapping[str, Any] = {name: 8 * value.nbytes for name, value in values.items()}
         bits = through((part.bits for part in self.all_parts), bits, values, up)

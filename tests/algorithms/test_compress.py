@@ -282,6 +282,13 @@ def test_nothing_shared_has_no_code(given: dict[str, Any], golden: Golden) -> No
     assert found.state.total_bits == 0 and [*found.clients.shapes] == ["own"]
 
 
+def test_nothing_travels_of_training_before_the_round(golden: Golden) -> None:
+    parts = [Personal(["fc2.*"], epochs_alone=1)]
+    whole, _ = golden.run(FedAvg(golden.net(), parts=[*parts, Compress(rate=1.0)]), max_rounds=2)
+    plain, _ = golden.run(FedAvg(golden.net(), parts=parts), max_rounds=2)
+    torch.testing.assert_close(whole.server.w, plain.server.w, rtol=0, atol=1e-12)
+
+
 def test_nothing_kept_is_compression_alone(golden: Golden) -> None:
     some, none = ([*parts, Compress(rate=0.1)] for parts in ([Personal([])], []))
     same(*(golden.run(FedSAM(golden.net(), parts=parts))[0] for parts in (some, none)))
