@@ -5,6 +5,7 @@ from functools import partial
 from operator import attrgetter
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 import torch
@@ -126,17 +127,19 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
     Raises:
         UserError: If the objectives differ in more than numbers.
     """
-    names, remedy = [], "parallel runs must have the same; start them one by one"
+    names, remedy, nets = [], "parallel runs must have the same; start them one by one", [model.net for model in models]
+    pairs = (pair for net in nets[1:] for pair in zip(nets[0].parameters(), net.parameters(), strict=False))
+    own = {(id(one), id(other)): (one, other) for one, other in pairs}
     ensure(len({(*model.flat.names, *model.flat.shapes) for model in models}) <= 1, f"model.net: {remedy}")
     for part in PARTS:
         owners = [getattr(model, part) if part else model for model in models]
         ensure(len({type(owner) for owner in owners}) <= 1, f"model.{part or 'class_path'}: {remedy}")
         if owners[0] is None:
             continue
-        each, alike = [_attributes(owner, part != "net") for owner in owners], partial(_alike, weights=part != "net")
+        each = [*map(_attributes, owners)]
         for name in dict.fromkeys(name for attributes in each for name in attributes):
             values = [attributes.get(name) for attributes in each]
-            if (not part and name in (*PARTS, *SERVER)) or all(alike(values[0], value) for value in values[1:]):
+            if (not part and name in (*PARTS, *SERVER)) or all(_alike(values[0], v, {**own}) for v in values[1:]):
                 continue
             path = f"{part}.{name}".lstrip(".")
             ensure(
@@ -152,22 +155,30 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
     return names
 
 
-def _attributes(owner: Any, weights: bool) -> dict[str, Any]:
-    """Returns an object's attributes; those of a module with its submodules, and with its parameters if asked for."""
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Returns an object's attributes; those of a module with its submodules and its parameters."""
     modules = dict(owner.named_children()) if isinstance(owner, nn.Module) else {}
-    left_out = {MADE, *(TORCHS if isinstance(owner, nn.Module) else ()), *(() if weights else ("_parameters",))}
+    left_out = {MADE, *(TORCHS if isinstance(owner, nn.Module) else ())}
     return {**{name: v for name, v in vars(owner).items() if name not in left_out}, **modules}
 
 
-def _alike(one: Any, other: Any, weights: bool, seen: set[tuple[int, int]] | None = None) -> bool:
-    """Returns whether two values have the same content, as far as they can be looked into."""
-    seen = set() if seen is None else seen
+def _alike(one: Any, other: Any, seen: dict[tuple[int, int], tuple[Any, Any]]) -> bool:
+    """Returns whether two values have the same content, as far as they can be looked into.
+
+    Args:
+        one: A value.
+        other: Another one.
+        seen: Pairs that count as alike, by identity: each run has its own weights. Those compared so far are added, and
+            so stay alive: another object could get the identity of one that is gone.
+    """
     if one is other or (id(one), id(other)) in seen:
         return True
-    seen.add((id(one), id(other)))
+    seen[id(one), id(other)] = one, other
     if type(one) is not type(other):
         return False
-    alike = partial(_alike, weights=weights, seen=seen)
+    alike = partial(_alike, seen=seen)
+    if isinstance(one, ReferenceType):  # of an LSTM to its weights
+        return alike(one(), other())
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -177,5 +188,5 @@ def _alike(one: Any, other: Any, weights: bool, seen: set[tuple[int, int]] | Non
     if isinstance(one, FunctionType | MethodType | CellType | partial):
         return all(alike(getattr(one, name, None), getattr(other, name, None)) for name in OF_FUNCTIONS)
     if hasattr(one, "__dict__") and not isinstance(one, type | ModuleType):
-        return alike(_attributes(one, weights), _attributes(other, weights))
+        return alike(_attributes(one), _attributes(other))
     return bool(np.all(one == other)) if np.shape(one) == np.shape(other) else False

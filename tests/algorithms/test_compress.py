@@ -284,9 +284,9 @@ def test_nothing_shared_has_no_code(given: dict[str, Any], golden: Golden) -> No
 
 def test_nothing_travels_of_training_before_the_round(golden: Golden) -> None:
     parts = [Personal(["fc2.*"], epochs_alone=1)]
-    whole, _ = golden.run(FedAvg(golden.net(), parts=[*parts, Compress(rate=1.0)]), max_rounds=2)
+    fine, _ = golden.run(FedAvg(golden.net(), parts=[*parts, Compress("qsgd", levels=32767)]), max_rounds=2)
     plain, _ = golden.run(FedAvg(golden.net(), parts=parts), max_rounds=2)
-    torch.testing.assert_close(whole.server.w, plain.server.w, rtol=0, atol=1e-12)
+    torch.testing.assert_close(fine.server.w, plain.server.w, rtol=0, atol=1e-4)
 
 
 def test_nothing_kept_is_compression_alone(golden: Golden) -> None:

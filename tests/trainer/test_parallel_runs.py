@@ -167,17 +167,36 @@ class Holder(LocalObjective):
         lambda x: Holder(1.0, torch.tensor(x)),
         lambda x: Holder(1.0, np.array([x, x])),
         lambda x: Holder(1.0, SGD(x)),
+        lambda x: Holder(1.0, [SGD(0.1), SGD(x)]),
         lambda x: Holder(1.0, lambda v: x * v),
         lambda x: Holder(1.0, torch.nn.LeakyReLU(x)),
         lambda x: FedGMT(torch.nn.Sequential(DigitsMLP(hidden=8), torch.nn.LeakyReLU(x))),
     ],
-    ids=["list", "dict", "tensor", "array", "object", "closure", "module", "net"],
+    ids=["list", "dict", "tensor", "array", "object", "second", "closure", "module", "net"],
 )
 def test_runs_that_differ_in_what_is_made_of_a_number_are_no_program(make: Any) -> None:
     """The clients of all runs train by the first one's objective."""
     assert parallel_runs.differing([make(0.1), make(0.1)]) == []
     with pytest.raises(UserError, match=r"^model\.(made|net\.1): parallel runs must have the same"):
         parallel_runs.differing([make(0.1), make(0.2)])
+
+
+class Hidden(torch.nn.Module):
+    """Holds a layer that is no part of it, so that it is neither trained nor stored, and an LSTM."""
+
+    def __init__(self, hidden: Any, seed: int) -> None:
+        super().__init__()
+        self.hidden, self.lstm = [hidden], torch.nn.LSTM(2, 2)
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(self.lstm.weight_hh_l0)
+
+
+def test_weights_that_are_no_parameters_of_the_net_are_compared() -> None:
+    """An LSTM holds references to its own, which each run has."""
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    assert parallel_runs.differing([LocalObjective(Hidden(layers[0], seed)) for seed in range(2)]) == []
+    with pytest.raises(UserError, match=r"^model\.net\.hidden: parallel runs must have the same"):
+        parallel_runs.differing([LocalObjective(Hidden(layer, 0)) for layer in layers])
 
 
 def test_a_number_that_is_not_public_is_that_of_each_run(tmp_path: Path) -> None:
