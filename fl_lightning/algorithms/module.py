@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from inspect import BoundArguments
 from typing import Any, ClassVar
 
@@ -125,7 +126,8 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         """Keeps the plain arguments of the outermost constructor as ``hparams``."""
         given = {**arguments.arguments, **arguments.kwargs}
         given = {name: v.item() if isinstance(v, np.generic) else v for name, v in given.items()}
-        plain = {name: v for name, v in given.items() if isinstance(v, bool | int | float | str | None)}
+        kinds = bool | int | float | str | None
+        plain = {name: v for name, v in given.items() if isinstance(v, kinds) and not isinstance(v, Enum)}
         self.hparams.update({name: v for name, v in plain.items() if name not in ("loss", "init_weights")})
 
     def forward(self, x: Tensor) -> Tensor:

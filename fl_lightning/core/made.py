@@ -148,7 +148,7 @@ def as_setting(value: Any, weights: bool = True) -> Any:
     kind = type(value)
     if kind.__module__ == "torch.nn.modules.loss":  # these keep all arguments but two, whose default is None
         given = {name: getattr(value, name, None) for name in signature(kind).parameters}
-    elif hasattr(kind, "config_key") or is_dataclass(value):
+    elif hasattr(kind, "config_key") or (is_dataclass(value) and _keeps_arguments(value)):
         made = Made.of(value)
         if made.form is not None and made.form != _form(value):
             return described(value, weights)  # its layers have been changed since
@@ -170,7 +170,8 @@ def described(value: Any, weights: bool = True) -> str:
     if isinstance(value, nn.Module):
         parts.insert(0, f"{sum(p.numel() for p in value.parameters()):,} weights")
     elif isinstance(value, Tensor | np.ndarray):
-        parts.insert(0, f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape))}")
+        kind = value.dtype.name if isinstance(value, np.ndarray) else str(value.dtype).removeprefix("torch.")
+        parts.insert(0, f"{kind} {'x'.join(map(str, value.shape))}")
     elif isinstance(value, Sized):
         parts.insert(0, f"{len(value):,} entries")
     path = _path(value if isinstance(value, FunctionType | BuiltinFunctionType) else type(value))
@@ -185,11 +186,14 @@ def _content(value: Any, weights: bool, depth: int = 0) -> Any:
     match value:
         case _ if depth == DEPTH:
             return path
-        case Tensor() | np.ndarray() if value.dtype != object:
-            array = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
-            flat = array.reshape(-1)
+        case Tensor():
+            flat = value.detach().reshape(-1)
             some = flat[:: -(-flat.numel() // LOOKED_AT) or 1].cpu().contiguous().view(torch.uint8).numpy()
-            return [str(array.dtype), [*array.shape], hashlib.sha256(some.data).hexdigest()]
+            return [str(value.dtype), [*value.shape], hashlib.sha256(some.data).hexdigest()]
+        case np.ndarray() if not value.dtype.hasobject:  # torch has no text, dates, fields or other orders of bytes
+            array = np.ascontiguousarray(value)
+            some = array.reshape(-1)[:: -(-array.size // LOOKED_AT) or 1].astype(array.dtype.newbyteorder("="))
+            return [f"torch.{array.dtype.name}", [*array.shape], hashlib.sha256(some.tobytes()).hexdigest()]
         case Mapping():
             return sorted(([str(key), within(each)] for key, each in value.items()), key=lambda pair: pair[0])
         case Sequence() | set() | frozenset() | np.ndarray():
@@ -212,7 +216,7 @@ def _content(value: Any, weights: bool, depth: int = 0) -> Any:
             return [repr(_form(value)), layers, *values]
         case os.PathLike() | Enum():
             return str(value)
-    return [path, within(_public(value, weights))]
+    return [path, within(_public(value, weights) if hasattr(value, "__dict__") else _pickled(value))]
 
 
 def _form(net: nn.Module) -> list[Any]:
@@ -221,13 +225,37 @@ def _form(net: nn.Module) -> list[Any]:
     return [[(name, _path(type(layer))) for name, layer in net.named_modules()], weights]
 
 
+def _pickled(value: object) -> list[Any]:
+    """Returns what an object without a ``__dict__``, such as a date or one with slots, is made of, as pickle has it."""
+    try:
+        return [*value.__reduce_ex__(4)[1:3]]
+    except TypeError:
+        return []
+
+
+def _keeps_arguments(value: object) -> bool:
+    return {*signature(type(value)).parameters} <= {*getattr(value, "__dict__", {})}
+
+
 def _public(value: object, weights: bool) -> dict[str, Any]:
-    """Returns the attributes of an object that describe it; of a layer those that torch does not change."""
-    names = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+    """Returns the attributes of an object that describe it; of a layer those that torch does not change.
+
+    These are the public ones, and private ones that are named as arguments of its constructor, since others are caches.
+    """
+    given = {f"{start}{name}" for name in _arguments(type(value)) for start in ("_", f"_{type(value).__name__}__")}
+    names = {name: item for name, item in vars(value).items() if name[0] != "_" or name in given}
     if not isinstance(value, nn.Module):
         return names
     shapes = {n: list(v.shape) for n, v in names.items() if isinstance(v, Tensor) and not weights}
     return {n: shapes.get(n, v) for n, v in names.items() if n != "training"}
+
+
+def _arguments(kind: type) -> Iterable[str]:
+    """Returns the names of a constructor's arguments, but for those that torch's modules keep otherwise."""
+    try:
+        return signature(kind).parameters.keys() - {"parameters", "buffers", "modules"}
+    except ValueError:  # of a class that is not Python's
+        return ()
 
 
 def _overriding(owner: object) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass
+from datetime import date
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -100,14 +104,64 @@ def by(k: float) -> Any:
     return lambda x: k * x
 
 
+class Private:
+    def __init__(self, k: int) -> None:
+        self._k, self.__k, self._cache = k, k, object()
+
+
+@dataclass(slots=True)
+class Slots:
+    k: int
+
+
+@dataclass
+class Derived:
+    k: InitVar[int]
+
+    def __post_init__(self, k: int) -> None:
+        self.twice = 2 * k
+
+
 @pytest.mark.parametrize(
     "make",
-    [Net, by, lambda k: partial(scaled, k=k), lambda k: torch.full((3,), k), lambda k: {"a": torch.zeros(k)}],
-    ids=["net", "closure", "partial", "tensor", "state_dict"],
-)
+    [
+        Net,
+        by,
+        lambda k: partial(scaled, k=k),
+        lambda k: torch.full((3,), k),
+        lambda k: {"a": torch.zeros(k)},
+        Private,
+        Slots,
+        Derived,
+        date.fromordinal,
+        lambda k: np.array([f"class {k}"]),
+        lambda k: np.array([(k, 0.5)], dtype=[("dose", ">i4"), ("weight", float)]),
+        lambda k: np.array([k, 0.5], ">f4"),
+    ],
+    ids=[
+        "net", "closure", "partial", "tensor", "state_dict", "private", "slots", "derived", "date", "text", "fields",
+        "order of bytes",
+    ],
+)  # fmt: skip
 def test_description_tells_things_apart_by_their_content(make: Any) -> None:
     one, same, other = (as_setting(make(k), weights=make is not Net) for k in (2, 2, 3))
     assert one == same != other and only_python({"x": one}) and "0x" not in one
+
+
+class How(StrEnum):
+    ONE = "one"
+
+
+class Told(LocalObjective):
+    def __init__(self, net: nn.Module, how: How) -> None:
+        super().__init__(net)
+        self.how = how
+
+
+def test_an_option_of_an_enum_is_in_the_config_and_no_hindrance_for_checkpoints(tmp_path: Path) -> None:
+    run = fit(tmp_path, Told(DigitsMLP(), How.ONE))
+    assert read_config(run.folder.path / "config.yaml")["model"]["init_args"]["how"] == "ONE"
+    assert checkpoint.load(run.folder.last)["round"] == 1
 
 
 def test_secrets_are_hidden() -> None:
