@@ -3,6 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from operator import is_
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ from fl_lightning.core import (
     numpy_generator,
     require,
 )
+from fl_lightning.core.made import Made
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches, MinibatchTable
 from fl_lightning.data.partition import IID, ClientIndices, Natural, Partition, divide, stratified
@@ -57,6 +59,7 @@ class DividedData(SampleStore):
     _union: Tensor
     _test_shares: ClientIndices | None = None
     _fingerprint: str | None = None
+    _set_up_with: list[Any]
 
     @property
     def strata(self) -> Tensor:
@@ -360,13 +363,16 @@ class FederatedDataModule(DividedData, ABC):
     # Setup
 
     def setup(self, stage: str | None = None) -> None:
-        """Loads, checks, holds out and divides the data, on every process alike; does nothing the second time.
+        """Loads, checks, holds out and divides the data, on every process alike.
+
+        The second time it does so only if a setting has been set anew since: the config of a run shows the new one.
 
         Args:
             stage: Not used: every stage needs all data, since classes and checks are those of training and test data.
         """
-        if hasattr(self, "clients"):
+        if hasattr(self, "clients") and all(map(is_, self._given(), self._set_up_with)):
             return
+        self.device, self._fingerprint, self._test_shares = torch.device("cpu"), None, None
         self.store(self.load())
         sizes = len(self.y_train), len(self.y_test)
         if (known := self.published) is not None and sizes != (known.train, known.test):
@@ -395,3 +401,8 @@ class FederatedDataModule(DividedData, ABC):
             problem = f"test_clients: {owners.min()} to {owners.max()}; number the {m} clients from 0, -1 is none"
             ensure(owners.min() >= -1 and owners.max() < m, problem)
             self._test_shares = ClientIndices.of(owners, m)
+        self._set_up_with = self._given()
+
+    def _given(self) -> list[Any]:
+        """Returns the settings of the data and of their partition, as they are now."""
+        return [*(vars(self).get(name) for name in Made.of(self).arguments), *vars(self.partition).values()]

@@ -256,6 +256,25 @@ def test_fingerprint_tells_data_apart():
     assert toy().fingerprint() in prints
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 3), ("num_clients", 3), ("partition", Dirichlet(1.0)), ("val_fraction", 0.2)]
+)
+def test_settings_that_are_set_anew_count(name, value):
+    """A config shows them."""
+    data, fresh = toy(), toy(**{name: value})
+    before = data.fingerprint()
+    setattr(data, name, value)
+    data.setup()
+    assert data.fingerprint() == fresh.fingerprint() != before
+
+
+def test_settings_of_the_partition_that_are_set_anew_count():
+    data = toy(partition=Dirichlet(1.0))
+    data.partition.alpha = 0.1
+    data.setup()
+    assert data.fingerprint() == toy(partition=Dirichlet(0.1)).fingerprint()
+
+
 def test_setup_and_moving_are_idempotent():
     data = toy()
     clients = data.clients
