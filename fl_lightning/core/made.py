@@ -43,7 +43,8 @@ class Made:
 
     Attributes:
         arguments: The arguments that its class takes, by name, defaults included.
-        attributes: The attributes of these names when the object was made.
+        attributes: The attributes of these names when the object was made, as far as it had them, and of those that its
+            class gave to a constructor which it extends.
         form: Layers and weights of a net, without their values.
     """
 
@@ -77,7 +78,7 @@ class Made:
                 break
             free = free or further
         found |= {name: value for name, value in free.items() if name not in found}
-        attributes = {name: vars(owner).get(name) for name in found}
+        attributes = {name: vars(owner)[name] for name in (*found, *fixed) if name in vars(owner)}
         vars(owner)[MADE] = cls(found, attributes, _form(owner) if isinstance(owner, nn.Module) else None)
 
     @classmethod
@@ -89,22 +90,39 @@ class Made:
         return vars(owner)[MADE]  # type: ignore[no-any-return]
 
     def now(self, owner: object) -> dict[str, Any]:
-        """Returns the arguments that would make the object as it is now: attributes may have been set since."""
+        """Returns the arguments that would make the object as it is now: attributes may have been set since.
+
+        One that the object had not when it was made changes nothing, unless its class says so: there is a warning. What
+        its class has set, as FedSAM its ascent, is no argument, and is added if it was changed.
+        """
 
         def value(name: str) -> Any:
             attribute, argument = vars(owner).get(name), self.arguments[name]
+            if name not in self.attributes:
+                if isinstance(attribute, bool | Real | str):
+                    kind = type(owner).__name__
+                    warn(f"{kind}.{name} = {attribute}: set later, it changes nothing; give it to {kind}", stacklevel=2)
+                return argument
             as_made = attribute is self.attributes[name] and (attribute is argument or not _changed(attribute))
             return argument if as_made else attribute
 
-        return {name: value(name) for name in self.arguments}
+        others = {name: vars(owner)[name] for name in self.attributes.keys() - self.arguments.keys()}
+        changed = {name: v for name, v in others.items() if not _as_before(v, self.attributes[name])}
+        return {name: value(name) for name in self.arguments} | changed
 
 
 def _changed(owner: object) -> bool:
     """Returns whether an argument of an object, or of its parts, has been set since it was made."""
     made = getattr(owner, "__dict__", {}).get(MADE)
     return made is not None and any(
-        now is not made.arguments[name] or _changed(now) for name, now in made.now(owner).items()
+        not _as_before(now, made.arguments.get(name)) for name, now in made.now(owner).items()
     )
+
+
+def _as_before(value: object, before: object) -> bool:
+    """Returns whether a value is what it was; numbers and text that are equal may be others after pickling."""
+    plain = isinstance(value, bool | Real | str) and type(value) is type(before)
+    return bool(value == before) if plain else value is before and not _changed(value)
 
 
 def config_of(trainer: object, model: object, data: object) -> dict[str, Any]:

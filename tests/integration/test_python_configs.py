@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import InitVar, dataclass
 from datetime import date
 from enum import StrEnum
@@ -83,6 +84,32 @@ def test_settings_that_are_set_later_count() -> None:
     assert as_setting(model)["init_args"]["optimizer"]["init_args"]["lr"] == 0.5
     net[-1] = nn.Linear(64, 3)
     assert isinstance(as_setting(net), str) and isinstance(as_setting(model.net), dict)
+
+
+def test_settings_of_what_a_class_has_made_count() -> None:
+    made, changed, other = (as_setting(make())["init_args"] for make in (sam, lambda: sam(0.5), lambda: sam(SAM(0.5))))
+    assert changed == other == made | {"ascent": as_setting(SAM(0.5))}
+    assert as_setting(pickle.loads(pickle.dumps(sam())))["init_args"] == made
+
+
+def sam(ascent: float | SAM = 0.1) -> FedSAM:
+    model = FedSAM(DigitsMLP(), rho=0.1)
+    if isinstance(ascent, SAM):
+        model.ascent = ascent
+    else:
+        model.ascent.rho = ascent
+    return model
+
+
+def test_setting_that_changes_nothing_is_not_in_the_config() -> None:
+    model, trainer = FedSAM(DigitsMLP(), rho=0.1), FederatedTrainer(clients_per_round=2, accelerator="cpu")
+    vars(model)["rho"] = vars(trainer)["clients_per_round"] = 5
+    for owner, name, kept in (model, "rho", 0.1), (trainer, "clients_per_round", 2):
+        says = (
+            rf"^{type(owner).__name__}\.{name} = 5: set later, it changes nothing; give it to {type(owner).__name__}$"
+        )
+        with pytest.warns(UserWarning, match=says):
+            assert as_setting(owner)["init_args"][name] == kept
 
 
 class Pulled(LocalObjective):
