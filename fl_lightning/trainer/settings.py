@@ -43,6 +43,8 @@ from fl_lightning.trainer.runtime import (
 
 Kind = Literal["federated", "centralized"]
 """Kinds of training."""
+Precision = Literal["32-true", "64-true", "bf16-mixed"]
+"""Precisions of weights and state, and of forward passes."""
 
 
 class Settings(Checked, key="trainer"):
@@ -119,7 +121,7 @@ class Settings(Checked, key="trainer"):
         strategy: str = "auto",
         devices: Annotated[int, Interval("[-1, 1024]")] | str = 1,
         num_nodes: PositiveInt = 1,
-        precision: Literal["32-true", "64-true", "bf16-mixed"] = "32-true",
+        precision: Precision = "32-true",
         tf32: bool = False,
         threads: Threads | None = None,
         engine: EngineName | type[Engine] = "auto",
@@ -181,7 +183,7 @@ class Settings(Checked, key="trainer"):
         self.engine = name_of(engine)
         self.client_block, self.compile = client_block, compile
         self.deterministic, self.client_memory = deterministic, client_memory
-        self.threads, self.tf32, self.precision = threads, tf32, precision
+        self.threads, self.tf32, self._precision = threads, tf32, precision
         self.dtype = torch.float64 if precision == "64-true" else torch.float32
         self.config: dict[str, Any] = {}
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -202,6 +204,11 @@ class Settings(Checked, key="trainer"):
                 f"{precision}: {folded(error)} (accelerator cpu, devices 1, strategy auto always work)"
             ) from None
         self._launched, self._nodes = False, num_nodes
+
+    @property
+    def precision(self) -> Precision:
+        """The precision, which the devices were made for: it cannot be set later."""
+        return self._precision
 
     def run_name(self, model: object, data: object, kind: Kind = "federated") -> str:
         """Returns the folder of this experiment's runs: ``name``, by default model and data."""

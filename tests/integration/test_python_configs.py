@@ -112,6 +112,12 @@ def test_setting_that_changes_nothing_is_not_in_the_config() -> None:
             assert as_setting(owner)["init_args"][name] == kept
 
 
+def test_precision_is_that_of_the_devices() -> None:
+    trainer: Any = FederatedTrainer(accelerator="cpu")
+    with pytest.raises(AttributeError, match="precision"):
+        trainer.precision = "64-true"
+
+
 class Pulled(LocalObjective):
     beta = 0.1
 
