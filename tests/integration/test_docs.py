@@ -443,6 +443,12 @@ def test_what_is_not_run_exists() -> None:
     assert [part for parts in NOT_RUN.values() for part in parts if part not in everything] == []
 
 
+def test_yaml_is_readable() -> None:
+    """But for those of an algorithm, it is not run."""
+    blocks = [block for text in TEXTS for language, block in FENCE.findall(text.read_text()) if language == "yaml"]
+    assert blocks and all(yaml.safe_load(block) for block in blocks)
+
+
 BLOCKS = [pair for text in sorted(PAGES.glob("*.md")) for pair in FENCE.findall(text.read_text())]
 
 
