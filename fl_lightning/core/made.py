@@ -44,7 +44,7 @@ class Made:
     Attributes:
         arguments: The arguments that its class takes, by name, defaults included.
         attributes: The attributes of these names when the object was made, as far as it had them, and of those that its
-            class gave to a constructor which it extends.
+            class gave to a constructor which it extends; of an algorithm of the user's also its other numbers and text.
         form: Layers and weights of a net, without their values.
     """
 
@@ -78,7 +78,9 @@ class Made:
                 break
             free = free or further
         found |= {name: value for name, value in free.items() if name not in found}
-        attributes = {name: vars(owner)[name] for name in (*found, *fixed) if name in vars(owner)}
+        users = getattr(owner, "config_key", "") == "model" and not type(owner).__module__.startswith("fl_lightning.")
+        plain = (n for n, v in vars(owner).items() if users and n[0] != "_" and isinstance(v, bool | Real | str))
+        attributes = {name: vars(owner)[name] for name in (*found, *fixed, *plain) if name in vars(owner)}
         vars(owner)[MADE] = cls(found, attributes, _form(owner) if isinstance(owner, nn.Module) else None)
 
     @classmethod
@@ -106,7 +108,7 @@ class Made:
             as_made = attribute is self.attributes[name] and (attribute is argument or not _changed(attribute))
             return argument if as_made else attribute
 
-        others = {name: vars(owner)[name] for name in self.attributes.keys() - self.arguments.keys()}
+        others = {name: vars(owner)[name] for name in self.attributes.keys() - {*self.arguments, "training"}}
         changed = {name: v for name, v in others.items() if not _as_before(v, self.attributes[name])}
         return {name: value(name) for name in self.arguments} | changed
 

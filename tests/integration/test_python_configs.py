@@ -121,12 +121,18 @@ def test_precision_is_that_of_the_devices() -> None:
 class Pulled(LocalObjective):
     beta = 0.1
 
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.gamma = 0.1
 
-def test_class_attributes_that_an_object_overrides_count() -> None:
+
+def test_attributes_that_are_set_later_count() -> None:
     model, other = Pulled(DigitsMLP()), Pulled(DigitsMLP())
     other.beta = 10.0
     one, two = (as_setting(each)["init_args"] for each in (model, other))
     assert "beta" not in one and two == one | {"beta": 10.0}
+    model.gamma = 0.5
+    assert as_setting(model.eval())["init_args"] == one | {"gamma": 0.5}
 
 
 def scaled(x: Any, k: float) -> Any:
