@@ -50,7 +50,7 @@ def hidden(value: Any, secret: bool = False) -> Any:
         case str():
             whole = secret or VALUE.search(value) or any(map(is_secret, NAMED.findall(value)))
             return HIDDEN if value and whole else ADDRESS.sub(rf"\1{HIDDEN}@", value)
-    return HIDDEN if secret and type(value) in (int, float) else value
+    return HIDDEN if secret and type(value) is int else value  # a fraction is a setting, such as a sigma named sig
 
 
 def hidden_words(words: Sequence[str]) -> list[str]:

@@ -78,6 +78,7 @@ def test_configs() -> None:
         "auth": {"class_path": "A", "user": "***"}, "secret": True, "key": None, "list": [{"password": "***", "n": 1}],
     }  # fmt: skip
     assert hidden(hidden(config)) == hidden(config)
+    assert hidden({"sig": 0.5, "pin": 1234}) == {"sig": 0.5, "pin": "***"}  # no fraction is a secret
     for path in Path("configs").rglob("*.yaml"):
         own = yaml.safe_load(path.read_text())
         assert hidden(own) == own
