@@ -116,8 +116,12 @@ TEX = str.maketrans(
 
 
 def tex(text: str) -> str:
-    """Returns a text with what LaTeX reads otherwise escaped; a leading minus becomes that of mathematics."""
-    return re.sub("^-", "$-$", text.translate(TEX)).replace(r"lambda\_max", r"$\lambda_{\max}$")
+    """Returns a text with what LaTeX reads otherwise escaped; a leading minus becomes that of mathematics.
+
+    A leading bracket or star would belong to the end of the line before.
+    """
+    text = re.sub(r"^(?=[\[*])", "{}", re.sub("^-", "$-$", text.translate(TEX)))
+    return text.replace(r"lambda\_max", r"$\lambda_{\max}$")
 
 
 def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Column]:

@@ -20,7 +20,7 @@ from fl_lightning.results.configs import telling
 from fl_lightning.results.curves import all_timed, curve, draw_curves, plot_curves, plot_tradeoff, read
 from fl_lightning.results.metrics import mode_of, write_table
 from fl_lightning.results.summary import summarise
-from fl_lightning.results.table import Markup, cell, columns, is_best, label, latex, names, row
+from fl_lightning.results.table import Markup, cell, columns, is_best, label, latex, names, row, tex
 from fl_lightning.results.varied import pivot
 from tests.results.folders import configured, write
 from tests.results.test_pivot import sweep
@@ -251,6 +251,7 @@ def test_what_latex_reads_otherwise(tmp_path: Path) -> None:
     name = latex([group], columns([group])).splitlines()[4].partition(" & ")[0]
     expected = r"a\_b\%\{c\}\textbackslash{}d\textasciitilde{}e\textasciicircum{}f\&g\#h\$i"
     assert name == expected + r"\textless{}j\textgreater{}\textbar{}"
+    assert [tex(text) for text in ("[1, 2]", "*", "a*")] == ["{}[1, 2]", "{}*", "a*"]  # after \\\\ of the row before
 
 
 def compiled(folder: Path, tables: list[str]) -> str:
