@@ -201,6 +201,7 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
         ("--model.ascent fl_lightning.Ascent", "Ascent: an abstract class; give one below it that defines __call__"),
         ("--trainer.faults 0.5", "trainer.faults = 0.5: no such class; choose from Faults. A class of your own"),
         ("--model.metrics acc", "model.metrics = acc: expected a list; give [acc], or --model.metrics+=acc"),
+        ("--trainer.callbacks mine.Own", "callbacks = mine.Own: expected a list; give [mine.Own], or --trainer.cal"),
         (
             "--data=HuggingFace --data.inputs=a --data.dataset.path=b",
             "data.dataset has no settings of its own; give --da",

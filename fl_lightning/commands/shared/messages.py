@@ -215,7 +215,7 @@ def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
         remedy = _import_of(value) if re.fullmatch(r"[A-Za-z_][\w.]*\.\w+", value) else ""
         return f"{path} = {value:.60}: choose from {', '.join(choices)}{remedy}"
     name, listed = value.strip("[]"), kind.rpartition(".")[2] in ("list", "Sequence")
-    if listed and path in FOREIGN and "{" not in name and name not in fitting_classes(path, ()):
+    if listed and path in FOREIGN and re.fullmatch(r"\w+", name) and name not in fitting_classes(path, ()):
         return unknown_class(path, name, "")
     appended = "" if "{" in name else f", or --{path}+={name:.60}"
     remedy = f"; give [{name:.60}]{appended}" if listed else ""
