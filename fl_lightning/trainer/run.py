@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +54,7 @@ class Callback(Checked, key="trainer.callbacks: {}"):
     """
 
     _made: tuple[tuple[Any, ...], dict[str, Any]]
+    _begins_as: Mapping[str, Any] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
@@ -73,6 +76,14 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         vars(self).clear()
         self._made = made
         type(self).__init__(self, *args, **kwargs)
+
+    def begin(self) -> None:
+        """Takes the state with which it began its first run, since another trainer may have had it."""
+        if self._begins_as is not None:
+            self.load_state_dict(deepcopy(self._begins_as))
+            return
+        with suppress(AttributeError):  # of a state that `on_fit_start` makes
+            self._begins_as = deepcopy(self.state_dict())
 
     def needs_round(self, t: int) -> bool:
         """Returns whether the callback needs round ``t``, from 0: its local models, or the run at its end.

@@ -172,7 +172,8 @@ class FederatedTrainer(Settings):
     ) -> Run:
         """Makes a run before its first round, or restores one to continue it; nothing is written.
 
-        Its callbacks begin as their constructors made them, whatever runs this trainer has had before.
+        Its callbacks begin as their constructors made them, whatever runs this trainer has had before. If another
+        trainer has had one, it begins in its first state, as checkpoints keep it.
 
         Args:
             model: The local objective.
@@ -191,8 +192,10 @@ class FederatedTrainer(Settings):
             f"model = {name}: a run has trained it; make a new one, {name}(model.net) to begin with its weights, "
             "or give the run's ckpt_path to go on",
         )
-        for callback in self.callbacks if self._begun else ():
-            callback.reset()
+        for callback in self.callbacks:
+            if self._begun:
+                callback.reset()
+            callback.begin()
         self._begun = True
         self.run = self.make_run(
             self, self.callbacks if callbacks is None else callbacks, self.loggers, model, datamodule, kind, varied

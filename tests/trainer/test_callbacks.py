@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,31 @@ def test_early_stopping_is_lightnings(tmp_path: Path, capsys: Any) -> None:
     for patience, rounds in ((2, 3), (3, 4)):
         again = theirs.EarlyStopping("server/test/loss", patience=patience)
         assert fit(tmp_path, again, lr=1e-30, rounds=9, ckpt_path="last").rounds_done == rounds
+
+
+class Counts(Callback):
+    def __init__(self) -> None:
+        self.rounds = self.runs = 0
+
+    def on_round_end(self, run: Run) -> None:
+        self.rounds += 1
+
+    def on_fit_end(self, run: Run) -> None:
+        self.runs += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rounds": self.rounds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rounds = state["rounds"]
+
+
+def test_callbacks_of_several_trainers_begin_each_run_in_their_first_state(tmp_path: Path) -> None:
+    """As in a loop over seeds; what checkpoints do not keep is the user's own."""
+    stop, counts = theirs.EarlyStopping("server/test/loss", patience=2), Counts()
+    for runs in (1, 2):
+        run = fit(tmp_path, stop, counts, lr=1e-30, rounds=9)
+        assert run.rounds_done == counts.rounds == 3 and counts.runs == runs
 
 
 def test_settings_of_numpy_are_numbers_in_a_checkpoint(tmp_path: Path) -> None:

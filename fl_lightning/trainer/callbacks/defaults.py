@@ -192,6 +192,9 @@ class EarlyStoppingAdapter(Callback):
         self.inner = inner
         self.load_state_dict(state)
 
+    def begin(self) -> None:
+        self.load_state_dict(vars(self.inner).setdefault("_begins_as", self.state_dict()))
+
     def on_fit_start(self, run: Run) -> None:
         inner = self.inner
         waited = inner.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and inner.wait_count >= inner.patience
