@@ -102,8 +102,8 @@ class Made:
             attribute, argument = vars(owner).get(name), self.arguments[name]
             if name not in self.attributes:
                 if isinstance(attribute, bool | Real | str):
-                    kind = type(owner).__name__
-                    warn(f"{kind}.{name} = {attribute}: set later, it changes nothing; give it to {kind}", stacklevel=2)
+                    text = f"{type(owner).__name__}.{name} = {attribute}: set later, it changes nothing"
+                    warn(f"{text}; give it to {type(owner).__name__}", stacklevel=2)
                 return argument
             as_made = attribute is self.attributes[name] and (attribute is argument or not _changed(attribute))
             return argument if as_made else attribute
@@ -168,7 +168,7 @@ def as_setting(value: Any, weights: bool = True) -> Any:
     kind = type(value)
     if kind.__module__ == "torch.nn.modules.loss":  # these keep all arguments but two, whose default is None
         given = {name: getattr(value, name, None) for name in signature(kind).parameters}
-    elif hasattr(kind, "config_key") or (is_dataclass(value) and _keeps_arguments(value)):
+    elif hasattr(kind, "config_key") or (is_dataclass(value) and _arguments(kind) <= {*getattr(value, "__dict__", {})}):
         made = Made.of(value)
         if made.form is not None and made.form != _form(value):
             return described(value, weights)  # its layers have been changed since
@@ -253,15 +253,8 @@ def _pickled(value: object) -> list[Any]:
         return []
 
 
-def _keeps_arguments(value: object) -> bool:
-    return {*signature(type(value)).parameters} <= {*getattr(value, "__dict__", {})}
-
-
 def _public(value: object, weights: bool) -> dict[str, Any]:
-    """Returns the attributes of an object that describe it; of a layer those that torch does not change.
-
-    These are the public ones, and private ones that are named as arguments of its constructor, since others are caches.
-    """
+    """Returns an object's attributes, without private ones that are no arguments; of a layer those that torch keeps."""
     given = {f"{start}{name}" for name in _arguments(type(value)) for start in ("_", f"_{type(value).__name__}__")}
     names = {name: item for name, item in vars(value).items() if name[0] != "_" or name in given}
     if not isinstance(value, nn.Module):
@@ -270,12 +263,12 @@ def _public(value: object, weights: bool) -> dict[str, Any]:
     return {n: shapes.get(n, v) for n, v in names.items() if n != "training"}
 
 
-def _arguments(kind: type) -> Iterable[str]:
+def _arguments(kind: type) -> set[str]:
     """Returns the names of a constructor's arguments, but for those that torch's modules keep otherwise."""
     try:
         return signature(kind).parameters.keys() - {"parameters", "buffers", "modules"}
     except ValueError:  # of a class that is not Python's
-        return ()
+        return set()
 
 
 def _overriding(owner: object) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric
@@ -33,7 +32,7 @@ from fl_lightning.data.partition import IID, ClientIndices, Natural, Partition, 
 from fl_lightning.data.samples import Batch, SampleStore, like
 from fl_lightning.data.streaming import Published, Stream, stored_bytes
 from fl_lightning.data.tasks import TaskName
-from fl_lightning.data.validation import check_classes
+from fl_lightning.data.validation import check_classes, check_sizes, checked_owners
 
 Split: TypeAlias = Literal["train", "val", "test"] | Sequence[int] | Tensor
 """A named part of the data, or indices into the training data."""
@@ -374,13 +373,9 @@ class FederatedDataModule(DividedData, ABC):
             return
         self.device, self._fingerprint, self._test_shares = torch.device("cpu"), None, None
         self.store(self.load())
-        sizes = len(self.y_train), len(self.y_test)
-        if (known := self.published) is not None and sizes != (known.train, known.test):
-            rank_zero_warn(
-                f"{type(self).__name__}: {sizes[0]} training and {sizes[1]} test samples, not the "
-                f"{known.train} and {known.test} of the published data set; results do not compare",
-                stacklevel=4,
-            )
+        if self.published is not None:
+            sizes = self.published.train, self.published.test
+            check_sizes(type(self).__name__, len(self.y_train), len(self.y_test), sizes)
         self._num_classes = (self.classes if self.task.by_class else None) or self.task.outputs(self.y_train)
         if self.task.by_class:
             check_classes(self.y_train, self.y_test, self.num_classes, said=bool(self.classes))
@@ -396,11 +391,8 @@ class FederatedDataModule(DividedData, ABC):
         )
         self.client_sizes, self._union = self.clients.sizes, self.clients.indices.sort().values
         if self.test_clients is not None:
-            owners, n, m = np.asarray(self.test_clients), len(self.y_test), self.num_clients
-            ensure(len(owners) == n, f"test_clients: {len(owners)} for {n} samples; give one per sample")
-            problem = f"test_clients: {owners.min()} to {owners.max()}; number the {m} clients from 0, -1 is none"
-            ensure(owners.min() >= -1 and owners.max() < m, problem)
-            self._test_shares = ClientIndices.of(owners, m)
+            owners = checked_owners(self.test_clients, len(self.y_test), self.num_clients)
+            self._test_shares = ClientIndices.of(owners, self.num_clients)
         self._set_up_with = self._given()
 
     def _given(self) -> list[Any]:

@@ -149,6 +149,34 @@ def check_alike(name: str, x: Inputs, other: str, y: Inputs) -> None:
             )
 
 
+def check_sizes(name: str, train: int, test: int, published: tuple[int, int]) -> None:
+    """Warns if a data set has not as many training and test samples as the published one."""
+    if (train, test) != published:
+        rank_zero_warn(
+            f"{name}: {train} training and {test} test samples, not the {published[0]} and {published[1]} of the "
+            "published data set; results do not compare",
+            stacklevel=5,
+        )
+
+
+def checked_owners(clients: Any, n: int, m: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Returns the client of each of ``n`` test samples, -1 for none.
+
+    Args:
+        clients: Their numbers.
+        n: Number of test samples.
+        m: Number of clients.
+
+    Raises:
+        UserError: If there are not as many, or a number is out of range.
+    """
+    owners = np.asarray(clients)
+    ensure(len(owners) == n, f"test_clients: {len(owners)} for {n} samples; give one per sample")
+    problem = f"test_clients: {owners.min()} to {owners.max()}; number the {m} clients from 0, -1 is none"
+    ensure(owners.min() >= -1 and owners.max() < m, problem)
+    return owners
+
+
 def check_classes(y_train: Tensor, y_test: Tensor, number: int, said: bool) -> None:
     """Checks labels against the number of classes; warns if some do not occur, and nobody says that there are more.
 

@@ -77,8 +77,10 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         self._made = made
         type(self).__init__(self, *args, **kwargs)
 
-    def begin(self) -> None:
-        """Takes the state with which it began its first run, since another trainer may have had it."""
+    def begin(self, again: bool) -> None:
+        """Takes the state with which it began its first run; of the same trainer, it is made again before."""
+        if again:
+            self.reset()
         if self._begins_as is not None:
             self.load_state_dict(deepcopy(self._begins_as))
             return

@@ -172,8 +172,7 @@ class FederatedTrainer(Settings):
     ) -> Run:
         """Makes a run before its first round, or restores one to continue it; nothing is written.
 
-        Its callbacks begin as their constructors made them, whatever runs this trainer has had before. If another
-        trainer has had one, it begins in its first state, as checkpoints keep it.
+        Its callbacks begin as their constructors made them; one that another trainer has had, in its first state.
 
         Args:
             model: The local objective.
@@ -193,13 +192,10 @@ class FederatedTrainer(Settings):
             "or give the run's ckpt_path to go on",
         )
         for callback in self.callbacks:
-            if self._begun:
-                callback.reset()
-            callback.begin()
+            callback.begin(self._begun)
         self._begun = True
-        self.run = self.make_run(
-            self, self.callbacks if callbacks is None else callbacks, self.loggers, model, datamodule, kind, varied
-        )
+        callbacks = self.callbacks if callbacks is None else callbacks
+        self.run = self.make_run(self, callbacks, self.loggers, model, datamodule, kind, varied)
         resume.note_sources(self.run)
         if ckpt_path is not None:
             resume.restore(self.run, ckpt_path)

@@ -192,7 +192,7 @@ class EarlyStoppingAdapter(Callback):
         self.inner = inner
         self.load_state_dict(state)
 
-    def begin(self) -> None:
+    def begin(self, again: bool) -> None:
         self.load_state_dict(vars(self.inner).setdefault("_begins_as", self.state_dict()))
 
     def on_fit_start(self, run: Run) -> None:
