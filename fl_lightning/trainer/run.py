@@ -54,7 +54,7 @@ class Callback(Checked, key="trainer.callbacks: {}"):
     """
 
     _made: tuple[tuple[Any, ...], dict[str, Any]]
-    _begins_as: Mapping[str, Any] | None = None
+    _begins_as: Mapping[str, Any] = {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
@@ -65,10 +65,8 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         super().__init_subclass__(**kwargs)
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         for name in (name for name in vars(cls) if name.startswith("on_") and name not in hooks):
-            rank_zero_warn(
-                f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean "
-                f"{' or '.join(similar(name, hooks) or hooks)}?"
-            )
+            meant = " or ".join(similar(name, hooks) or hooks)
+            rank_zero_warn(f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean {meant}?")
 
     def reset(self) -> None:
         """Forgets an earlier run when a trainer begins one: calls the constructor once more with the same arguments."""
@@ -81,11 +79,11 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         """Takes the state with which it began its first run; of the same trainer, it is made again before."""
         if again:
             self.reset()
-        if self._begins_as is not None:
+        if self._begins_as:
             self.load_state_dict(deepcopy(self._begins_as))
-            return
-        with suppress(AttributeError):  # of a state that `on_fit_start` makes
-            self._begins_as = deepcopy(self.state_dict())
+        else:
+            with suppress(AttributeError):  # of a state that `on_fit_start` makes
+                self._begins_as = deepcopy(self.state_dict())
 
     def needs_round(self, t: int) -> bool:
         """Returns whether the callback needs round ``t``, from 0: its local models, or the run at its end.
