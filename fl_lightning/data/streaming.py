@@ -159,7 +159,8 @@ def _record(sample: Any, dtype: np.dtype[Any]) -> Any:
     """Returns a sample as NumPy assigns it to a row of this dtype: an array, or tuples of arrays for named fields."""
     if dtype.names is not None:
         return tuple(_record(sample[name], dtype[name]) for name in dtype.names)
-    return np.array(sample) if isinstance(sample, np.memmap) else sample  # a memory map is read when it is copied
+    # a memory map is read when it is copied
+    return np.array(sample) if isinstance(sample, np.memmap) else np.asarray(sample)
 
 
 class Prefetcher:
@@ -206,7 +207,7 @@ class Prefetcher:
         rows = np.empty((len(indices), *stream.source.shape[1:]), stream.source.dtype)
         try:
             for i, its in places.items():
-                sample = np.asarray(reads.pop(i).result())
+                sample = reads.pop(i).result()
                 for place in its:
                     rows[place] = sample
         except BaseException:  # a faulty sample, or Ctrl-C: the others are not needed
