@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -43,9 +43,9 @@ class Entry(NamedTuple):
     passes: tuple[int, int]
 
     @classmethod
-    def of(cls, algorithm: type[LocalObjective], **parts: Any) -> "Entry":
-        """Describes a class by an instance with default arguments and these parts, by a dry step."""
-        it = algorithm(net=nn.Linear(2, 3), **parts)
+    def of(cls, algorithm: type[LocalObjective]) -> "Entry":
+        """Describes a class by an instance with default arguments, by a dry step."""
+        it = algorithm(net=nn.Linear(2, 3))
         of = contract_of(it)[0]
         travels = [name for name in it.wire[1] if name not in it.recalled]
         w = it.flat.vector(it.net)

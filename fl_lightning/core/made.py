@@ -105,8 +105,7 @@ class Made:
                     text = f"{type(owner).__name__}.{name} = {attribute}: set later, it changes nothing"
                     warn(f"{text}; give it to {type(owner).__name__}", stacklevel=2)
                 return argument
-            as_made = attribute is self.attributes[name] and (attribute is argument or not _changed(attribute))
-            return argument if as_made else attribute
+            return argument if _as_before(attribute, self.attributes[name]) else attribute
 
         others = {name: vars(owner)[name] for name in self.attributes.keys() - {*self.arguments, "training"}}
         changed = {name: v for name, v in others.items() if not _as_before(v, self.attributes[name])}
@@ -123,8 +122,8 @@ def _changed(owner: object) -> bool:
 
 def _as_before(value: object, before: object) -> bool:
     """Returns whether a value is what it was; numbers and text that are equal may be others after pickling."""
-    plain = isinstance(value, bool | Real | str) and type(value) is type(before)
-    return bool(value == before) if plain else value is before and not _changed(value)
+    equal = isinstance(value, bool | Real | str) and type(value) is type(before) and bool(value == before)
+    return equal or (value is before and not _changed(value))
 
 
 def config_of(trainer: object, model: object, data: object) -> dict[str, Any]:
