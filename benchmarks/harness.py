@@ -48,7 +48,7 @@ class Case(NamedTuple):
         name: In the table.
         run: The function, such as ``contest.plain.run``.
         settings: Its first argument; ``threads`` of torch are 1 where they do not say otherwise.
-        warm: Units that do not count.
+        warm: Units of a warm-up, which do not count; there are two, and the second one sets how long a turn is.
         whole: Whether it ends by itself, so that it has one turn; the first ``warm`` units of that do not count.
     """
 
@@ -142,8 +142,9 @@ class Player:
         self.about = self.ask(0)  # alone: engines may be chosen by their time
         self.before = self._memory("VmRSS")
         if not self.case.whole:
-            warm = self.ask(self.case.warm)
-            self.n = max(rounds, math.ceil(seconds / warm[-1]["seconds"]))
+            self.ask(self.case.warm)
+            pace = median(of(self.ask(self.case.warm), "seconds"))  # what is recorded or compiled at first is done
+            self.n = max(rounds, math.ceil(seconds / pace))
 
     def turn(self) -> None:
         watch = Watch(self.process.pid)
