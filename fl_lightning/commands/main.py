@@ -77,6 +77,10 @@ def main(args: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # as in `| head`: what is left in the buffer goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except ModuleNotFoundError as error:
+        if "lightning" in sys.modules:
+            raise
+        sys.exit(f"error: {error.name} is not installed for {sys.executable}; see Install in README.md")
     except (ArgumentsError, ValueError, OSError) as error:
         configs = [arg.removeprefix("--config=") for arg in joined(given) if arg.startswith("--config=")]
         if (line := explain(error, configs, given[0])) is None:

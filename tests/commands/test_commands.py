@@ -112,6 +112,15 @@ def test_completion(line: str, offers: list[str], tmp_path: Path) -> None:
     assert done.stdout.split() == offers
 
 
+def test_a_python_without_the_packages_is_told_so(tmp_path: Path) -> None:
+    """Without site-packages, as the Python of a system has none of them."""
+    program = Path(fl_lightning.__file__).parents[1] / "cli.py"
+    command = [sys.executable, "-S", "-E", program, "fit", "--config=quickstart"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: \w+ is not installed for \S+; see Install in README.md\n", done.stderr)
+
+
 def test_no_module_of_one_system_alone() -> None:
     """Windows has no ``resource``."""
     child = multiprocessing.get_context("fork").Process(target=import_without_resource)

@@ -791,3 +791,14 @@ def test_what_is_no_list_of_indices_is_refused(found: Any) -> None:
         UserError, match=r"^Mine\.split: give a list of index arrays, whole numbers, one for each client$"
     ):
         Mine()(np.zeros(4, np.int64), 1, 1, 0)
+
+
+def test_a_split_that_is_another_one_when_it_is_asked_again_is_refused() -> None:
+    """The next process, and a resumed run, would train on other parts."""
+
+    class Loose(Partition):
+        def split(self, labels: Any, num_clients: int, num_classes: int, seed: int) -> Any:
+            return np.array_split(np.random.default_rng().permutation(len(labels)), num_clients)
+
+    with pytest.raises(UserError, match=r"^Loose\.split: gives another split when it is called again; draw from "):
+        Loose()(np.zeros(400, np.int64), 4, 1, 0)

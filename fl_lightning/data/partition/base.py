@@ -47,14 +47,24 @@ class Partition(Checked, ABC, key="data.partition"):
         Raises:
             UserError: If the split is impossible or wrong.
         """
+        name, parts = type(self).__name__, self._parts(labels, num_clients, num_classes, seed)
+        check(parts, len(labels), num_clients, name, self.replacement)
+        if not type(self).__module__.startswith("fl_lightning."):  # of a user's, the next process may get another one
+            again = self._parts(labels, num_clients, num_classes, seed)
+            ensure(
+                all(map(np.array_equal, parts, again)),
+                f"{name}.split: gives another split when it is called again; draw from "
+                'fl_lightning.core.numpy_generator(seed, "partition")',
+            )
+        return parts
+
+    def _parts(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> list[Indices]:
         found: Any = self.split(labels, num_clients, num_classes, seed)  # that of a user's may be anything
         listed = isinstance(found, Sequence | np.ndarray)
         given = [np.asarray(p) for p in found] if listed else []
         good = listed and all(p.ndim == 1 and (p.dtype.kind in "iu" or not p.size) for p in given)
         ensure(good, f"{type(self).__name__}.split: give a list of index arrays, whole numbers, one for each client")
-        parts = [p.astype(np.int64, copy=False) for p in given]
-        check(parts, len(labels), num_clients, type(self).__name__, self.replacement)
-        return parts
+        return [p.astype(np.int64, copy=False) for p in given]
 
     @abstractmethod
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
