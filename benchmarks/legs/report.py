@@ -130,7 +130,7 @@ def speed(items: Found) -> list[str]:
     explained = (
         "The plain loop is that of the same format, or of float32 if there is none, with one seed; *times as fast*"
         " compares local steps a second. The FLOP floor is the time of a round's FLOPs at the rate of a large product."
-        " `gpu.json` has the rates of launches, products and forms of a convolution.\n"
+        " `gpu.json` has the rates of launches and products.\n"
     )
     return [explained, markdown([head, *body])]
 

@@ -1,4 +1,4 @@
-"""Local steps and clients a second: floors, forms of a convolution, engines, a plain loop, JAX, several seeds."""
+"""Local steps and clients a second: floors, engines, a plain loop, JAX, several seeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fl_lightning as fl
 from benchmarks.harness import Case, Row, compete, row
-from benchmarks.legs.conv_forms import conv_forms
 from benchmarks.legs.items import ENGINES, Item, Task, accelerator, synchronize
 from contest import plain
 from contest.ours import Data, model_of
@@ -62,7 +61,7 @@ class List:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.found: dict[str, Item] = {"floors": partial(floors, device), "conv_forms": partial(conv_forms, device)}
+        self.found: dict[str, Item] = {"floors": partial(floors, device)}
 
     def add(self, work: Work, who: str, form: str, method: str = "FedAvg", seeds: int = 1, free: bool = False) -> None:
         """Adds a plain loop, or an engine, with several seeds as one program or with ``free`` cuDNN."""
