@@ -182,7 +182,7 @@ def draw_curves(
             _panel(axes, name, groups, hours)
         for i, (text, value) in enumerate((levels or {}).items()):
             figure.axes[0].axhline(value, label=text, color=str(0.3 * i), linestyle=(0, (4, 2 + i)), linewidth=0.8)
-        place_legend(figure)
+        place_legend(figure, least=1 if len(groups) > 1 else 2)
     return figure
 
 
@@ -246,7 +246,7 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
             look = {**marked_style(i), "linestyle": "none", "gid": f"run-{i}"}
             if values:
                 axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
-        place_legend(figure)
+        place_legend(figure, least=1 if len(groups) > 1 else 2)
     return figure
 
 

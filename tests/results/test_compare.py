@@ -246,6 +246,15 @@ def test_points_of_each_group_look_different(tmp_path: Path) -> None:
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 12
 
 
+def test_a_legend_names_the_only_one_of_several_that_has_a_metric(tmp_path: Path) -> None:
+    runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 1.0} if k else None) for k in range(2)]
+    groups = compare(runs)
+    name = "flatness/lambda_max"
+    for figure in (plot_tradeoff(groups, "lambda_max"), plot_curves({g.name: g.metrics for g in groups}, [name])):
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1"]
+    assert not plot_curves({"1": groups[1].metrics}, [name]).legends
+
+
 def test_what_latex_reads_otherwise(tmp_path: Path) -> None:
     group = replace(compare([write(tmp_path / "run", {6: 0.5})])[0], name=r"a_b%{c}\d~e^f&g#h$i<j>|")
     name = latex([group], columns([group])).splitlines()[4].partition(" & ")[0]
