@@ -196,7 +196,7 @@ def plot_by_client(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float
             axes.plot(x, y, ".", color=COLORS[4], markersize=3, markeredgewidth=0, alpha=0.5, label="a client")
             axes.plot(rounds, [y[x == at].mean() for at in rounds], color=COLORS[0], label="mean of the clients")
             axes.set(ylabel="" if place % columns else name, xlabel="round" if place + columns >= len(panels) else "")
-            axes.locator_params(axis="x", integer=True)
+            axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         scale_axis(axes.yaxis, [y for clients in panels.values() for points in clients.values() for _, y in points])
         place_legend(figure)
     return figure

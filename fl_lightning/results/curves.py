@@ -201,6 +201,8 @@ def _hours(runs: Sequence[Columns], rounds: Sequence[float]) -> list[float]:
 
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]], hours: bool) -> None:
     means, ends = list[float](), list[float]()
+    if not hours:
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     for i, (text, group) in enumerate(groups.items()):
         look, found = {**line_style(i), "gid": f"run-{i}"}, curve(group, name)
         if found is None:

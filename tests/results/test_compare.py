@@ -255,6 +255,12 @@ def test_a_legend_names_the_only_one_of_several_that_has_a_metric(tmp_path: Path
     assert not plot_curves({"1": groups[1].metrics}, [name]).legends
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 3, 400])
+def test_rounds_are_whole(rounds: int) -> None:
+    (axes,) = draw_curves({"run": [{"server/test/acc": [(t + 1, 0.5) for t in range(rounds)]}]}).axes
+    assert all(tick.is_integer() for tick in axes.get_xticks().tolist())
+
+
 def test_what_latex_reads_otherwise(tmp_path: Path) -> None:
     group = replace(compare([write(tmp_path / "run", {6: 0.5})])[0], name=r"a_b%{c}\d~e^f&g#h$i<j>|")
     name = latex([group], columns([group])).splitlines()[4].partition(" & ")[0]
