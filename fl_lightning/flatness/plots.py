@@ -105,7 +105,7 @@ def plot_plane(
         panels: list[Axes] = []
         for i, (name, (grid, label)) in enumerate(grids.items(), start=1):
             axes = figure.add_subplot(rows, columns, i, title=name, xlabel=labels[0], ylabel=labels[1])
-            scale = Scale.of([grid])
+            scale = Scale.of([grid], SPAN if name in surface.loss else np.inf)
             scale.bar(figure, draw_contour(axes, surface, scale.clip(grid), scale), [axes], label)
             panels.append(axes)
         label_outer(panels, columns)
@@ -234,12 +234,16 @@ class Scale:
     cut: bool
 
     @classmethod
-    def of(cls, grids: Sequence[Array]) -> Scale:
+    def of(cls, grids: Sequence[Array], span: float = SPAN) -> Scale:
         """Returns the scale of one or more grids.
 
         Raises:
             UserError: If no value is finite.
         """
+        Args:
+            grids: The grids.
+            span: Values whose ratio of largest to smallest exceeds this have a logarithmic scale.
+
         from matplotlib.colors import LogNorm, Normalize
         from matplotlib.ticker import MaxNLocator
 
@@ -252,7 +256,7 @@ class Scale:
             low = max(low, 1e-4 * high)
         if high <= low:
             low, high = low - 0.5 * abs(low) - 1e-12, high + 0.5 * abs(high) + 1e-12
-        log = low > 0 and high > SPAN * low
+        log = low > 0 and high > span * low
         lines = np.asarray(log_levels(low, high)) if log else np.asarray(MaxNLocator(7).tick_values(low, high))
         return cls(
             norm=(LogNorm if log else Normalize)(low, high),

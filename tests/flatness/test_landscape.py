@@ -599,6 +599,14 @@ def test_contours_have_labels_unless_paths_would_cross_them() -> None:
     assert len(drawn[0].labelTexts) >= 3 and not drawn[1].labelTexts
 
 
+def test_a_sum_of_scaled_losses_has_an_even_scale() -> None:
+    """It nears 0 where both losses are smallest; how near says nothing."""
+    losses = {name: np.add.outer(GRID**2, (GRID - at) ** 2) for name, at in (("client 3", 0), ("train", 0.5))}
+    figure = plots.plot_plane(Surface(losses, {}, 0, {}, GRID, GRID), total=True)
+    norms = {axes.get_title(): type(axes.collections[0].norm).__name__ for axes in figure.axes if axes.get_title()}
+    assert norms["sum"] == "Normalize"
+
+
 def test_values_that_blow_up_do_not_hide_the_rest() -> None:
     z = np.outer(np.linspace(0.1, 1, 5), np.ones(5))
     z[0, 0], z[0, 1], z[4, 4] = 1e12, np.inf, np.nan  # the median is 0.55
