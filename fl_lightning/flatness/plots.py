@@ -237,13 +237,13 @@ class Scale:
     def of(cls, grids: Sequence[Array], span: float = SPAN) -> Scale:
         """Returns the scale of one or more grids.
 
-        Raises:
-            UserError: If no value is finite.
-        """
         Args:
             grids: The grids.
             span: Values whose ratio of largest to smallest exceeds this have a logarithmic scale.
 
+        Raises:
+            UserError: If no value is finite.
+        """
         from matplotlib.colors import LogNorm, Normalize
         from matplotlib.ticker import MaxNLocator
 
@@ -266,6 +266,13 @@ class Scale:
             cut=high < values[~np.isnan(values)].max(),
         )
 
+    @property
+    def form(self) -> str:
+        """The format of the levels: with as many digits as tell them apart."""
+        apart = 0.01 * np.diff(self.lines).min(initial=np.inf)
+        digits = range(6, 18)
+        return next(f for n in digits if all(abs(float((f := f"%.{n}g") % v) - v) <= apart for v in self.lines))
+
     def clip(self, grid: Array) -> Array:
         """Returns the values, those beyond the scale replaced by its ends; NaN stays."""
         return np.asarray(np.clip(grid, self.fill[0], self.fill[-1]))
@@ -274,7 +281,7 @@ class Scale:
         """Adds a colour bar at the right of the panels."""
         from matplotlib.ticker import FormatStrFormatter, NullLocator
 
-        bar = figure.colorbar(drawn, ax=panels, ticks=self.lines, format=FormatStrFormatter("%g"), pad=0.02)
+        bar = figure.colorbar(drawn, ax=panels, ticks=self.lines, format=FormatStrFormatter(self.form), pad=0.02)
         bar.set_label(f"{label}, cut at {self.fill[-1]:.2g}" if self.cut else label)
         bar.ax.yaxis.set_minor_locator(NullLocator())
 
@@ -327,7 +334,7 @@ def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
         colors = ["white" if scale.norm(level) < 0.6 else "black" for level in levels]
         lines = axes.contour(surface.x, surface.y, z, levels=levels, colors=colors, linewidths=0.5)
         if not any(len(places.coordinates) > 1 for places in surface.models.values()):
-            axes.clabel(lines, fmt="%g", fontsize=7, inline_spacing=2)
+            axes.clabel(lines, fmt=scale.form, fontsize=7, inline_spacing=2)
     axes.set_box_aspect(aspect(surface))
     axes.locator_params(nbins=5, steps=[1, 2, 5, 10])
     draw_models(axes, surface)
@@ -356,7 +363,7 @@ def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:
     ends = scale.fill[[0, -1]]
     axes.set_zlim(*(np.log10(ends) if scale.log else ends))
     every = scale.lines[:: -(-len(scale.lines) // 5) or 1]
-    axes.set_zticks(np.log10(every) if scale.log else every, [f"{level:g}" for level in every])
+    axes.set_zticks(np.log10(every) if scale.log else every, [scale.form % level for level in every])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
         axis.labelpad = -5

@@ -599,6 +599,17 @@ def test_contours_have_labels_unless_paths_would_cross_them() -> None:
     assert len(drawn[0].labelTexts) >= 3 and not drawn[1].labelTexts
 
 
+@pytest.mark.parametrize("kind", ["contour", "3d"])
+def test_levels_of_a_flat_model_differ(kind: Any) -> None:
+    z = 1.92325 + 1e-7 * np.add.outer(GRID**2, GRID**2)
+    figure = plots.plot_surface({"a": Surface({"train": z}, {}, 0, {}, GRID, GRID)}, kind)
+    figure.draw_without_rendering()
+    for axis in (figure.axes[-1].yaxis, *([figure.axes[0].zaxis] if kind == "3d" else [])):  # type: ignore[attr-defined]
+        labels = [t.get_text() for t in axis.get_ticklabels()]
+        assert len({*labels}) == len(labels) > 2
+        assert [float(label) for label in labels] == pytest.approx(axis.get_ticklocs(), abs=1e-9, rel=0)
+
+
 def test_a_sum_of_scaled_losses_has_an_even_scale() -> None:
     """It nears 0 where both losses are smallest; how near says nothing."""
     losses = {name: np.add.outer(GRID**2, (GRID - at) ** 2) for name, at in (("client 3", 0), ("train", 0.5))}
