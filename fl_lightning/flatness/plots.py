@@ -34,6 +34,9 @@ from fl_lightning.core import (
 if TYPE_CHECKING:  # a report draws spectra without torch
     from fl_lightning.flatness.values import Array, Interpolation, Perturbation, Surface
 
+EDGE = 0.1
+"""Part of a panel along its edges in which contour lines have no labels."""
+
 
 def plot_surface(
     surfaces: Mapping[str, Surface],
@@ -334,11 +337,21 @@ def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
         colors = ["white" if scale.norm(level) < 0.6 else "black" for level in levels]
         lines = axes.contour(surface.x, surface.y, z, levels=levels, colors=colors, linewidths=0.5)
         if not any(len(places.coordinates) > 1 for places in surface.models.values()):
-            axes.clabel(lines, fmt=scale.form, fontsize=7, inline_spacing=2)
+            label_lines(axes, lines, scale.form)
     axes.set_box_aspect(aspect(surface))
     axes.locator_params(nbins=5, steps=[1, 2, 5, 10])
     draw_models(axes, surface)
     return drawn
+
+
+def label_lines(axes: Axes, lines: Any, form: str) -> None:
+    """Labels contour lines, but not where the panel's edge would cut a label: of 2.8 it would leave 8."""
+    found = axes.clabel(lines, fmt=form, fontsize=7, inline=False)
+    places = [text.get_position() for text in found]
+    for text in found:
+        text.remove()
+    inside = [at for at in places if np.abs(axes.transLimits.transform(at) - 0.5).max() < 0.5 - EDGE]
+    axes.clabel(lines, fmt=form, fontsize=7, inline_spacing=2, manual=inside)
 
 
 def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:

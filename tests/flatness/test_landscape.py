@@ -590,13 +590,20 @@ def test_models_side_by_side_share_colours_and_levels(kind: Any) -> None:
     else:
         fills = [axes.collections[0] for axes in panels]
         assert len({tuple(fill.levels) for fill in fills}) == 1 and len({fill.get_clim() for fill in fills}) == 1
-        assert all(axes.collections[1].labelTexts for axes in panels)
+        assert all(axes.texts for axes in panels)
 
 
 def test_contours_have_labels_unless_paths_would_cross_them() -> None:
     found = paraboloid(30, ("train",))
-    drawn = [plots.plot_surface({"a": one}).axes[0].collections[1] for one in (replace(found, models={}), found)]
-    assert len(drawn[0].labelTexts) >= 3 and not drawn[1].labelTexts
+    drawn = [plots.plot_surface({"a": one}).axes[0] for one in (replace(found, models={}), found)]
+    assert len(drawn[0].texts) >= 3 and not drawn[1].texts
+
+
+def test_contours_have_no_label_that_the_edge_cuts() -> None:
+    z = np.add.outer(8 * GRID, GRID)
+    z[GRID < 0.9] = 0  # short lines along the upper edge
+    axes = plots.plot_surface({"a": Surface({"train": z}, {}, 0, {}, GRID, GRID)}).axes[0]
+    assert axes.texts and np.abs([text.get_position() for text in axes.texts]).max() < 0.8
 
 
 @pytest.mark.parametrize("kind", ["contour", "3d"])
