@@ -244,10 +244,12 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
         return _plot_rows(found, f"{label(name)} (smaller is flatter)", metric)
     with new_figure(COLUMN, 2.5, grid="both") as figure:
         axes = figure.add_subplot(xlabel=f"{label(name)} (smaller is flatter)", ylabel=label(metric))
+        axes.locator_params(axis="x", nbins=5)
         for i, (text, values) in enumerate(points.items()):
             look = {**marked_style(i), "linestyle": "none", "gid": f"run-{i}"}
             if values:
                 axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
+        scale_axis(axes.xaxis, [x for values in found.values() for x, _ in values])
         place_legend(figure, least=1 if len(groups) > 1 else 2)
     return figure
 

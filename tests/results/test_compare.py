@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from statistics import stdev
@@ -15,6 +16,7 @@ import pytest
 
 from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE, save_figure
+from fl_lightning.core.figures import render, style
 from fl_lightning.results.compare import compare, find_runs, of_run, shown
 from fl_lightning.results.configs import telling
 from fl_lightning.results.curves import all_timed, curve, draw_curves, plot_curves, plot_tradeoff, read
@@ -244,6 +246,26 @@ def test_points_of_each_group_look_different(tmp_path: Path) -> None:
     runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 1.0 + k}) for k in range(12)]
     (axes,) = plot_tradeoff(compare(runs), "lambda_max").axes
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 12
+
+
+def test_flatness_over_a_wide_range_is_logarithmic(tmp_path: Path) -> None:
+    """As points and as rows, as the curves of it are."""
+    runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 10.0**k}) for k in range(13)]
+    for groups in (compare(runs[:3]), compare(runs)):
+        assert plot_tradeoff(groups, "lambda_max").axes[-1].get_xscale() == "log"
+
+
+@pytest.mark.parametrize("values", [(0.0, 3.4e-4), (1e-7, 1e-5, 3e-3), (0.1, 1.0, 2.6)])
+def test_ticks_of_flatness_stand_apart(tmp_path: Path, values: tuple[float, ...]) -> None:
+    runs = [configured(tmp_path / str(k), {6: 5.0 * k}, lr=k, lambdas={6: v}) for k, v in enumerate(values)]
+    figure = plot_tradeoff(compare(runs), "lambda_max")
+    render(figure, svg={"Date": None})  # as a report does
+    with style():
+        figure.draw_without_rendering()
+    axes = figure.axes[0]
+    boxes = [text.get_window_extent() for text in axes.get_xticklabels()]
+    boxes = [box for box in boxes if axes.bbox.x0 <= (box.x0 + box.x1) / 2 <= axes.bbox.x1]
+    assert len(boxes) > 1 and all(a.x1 + 5 < b.x0 for a, b in pairwise(boxes))
 
 
 def test_a_legend_names_the_only_one_of_several_that_has_a_metric(tmp_path: Path) -> None:
