@@ -268,6 +268,13 @@ def test_ticks_of_flatness_stand_apart(tmp_path: Path, values: tuple[float, ...]
     assert len(boxes) > 1 and all(a.x1 + 5 < b.x0 for a, b in pairwise(boxes))
 
 
+def test_numbers_of_a_run_that_diverged_are_short(tmp_path: Path) -> None:
+    runs = [configured(tmp_path / str(k), {6: 4.9265e21 * k}, seed=k) for k in (1, 2)]
+    group = compare(runs)[0]
+    (mean,) = (column for column in columns([group]) if column.key == "mean")
+    assert cell(group, mean) == "7.39e+21 ± 3.484e+21" and mean.number(0.5) == "0.5000"
+
+
 def test_a_legend_names_the_only_one_of_several_that_has_a_metric(tmp_path: Path) -> None:
     runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 1.0} if k else None) for k in range(2)]
     groups = compare(runs)
