@@ -76,12 +76,12 @@ def run(
     Raises:
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
-    three = (len(compare), len(clients)) in ((2, 0), (0, 3))
+    three = (len(compare), len({*clients})) in ((2, 0), (0, 3))
     require(
         kind != "plane" or three,
         "compare",
         list(compare),
-        "a plane goes through two checkpoints more, or through the models of three clients",
+        "a plane goes through two checkpoints more, or through the models of three different clients",
     )
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
     of_checkpoints = "a perturbation is that of checkpoints; leave clients out, or draw a surface"

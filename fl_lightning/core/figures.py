@@ -50,6 +50,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 COLORMAP = "viridis"
 NOTE = ContextVar("note", default="")
 """The text of `noted`."""
+LETTERS = 40
+"""Most letters of the ticks of a logarithmic x-axis of which all are shown."""
 SPAN = 20.0
 """Values whose ratio of largest to smallest exceeds this are drawn on a logarithmic axis."""
 
@@ -116,7 +118,9 @@ def scale_axis(axis: Axis, values: Iterable[float]) -> None:
     finite = [value for value in values if math.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) > SPAN * min(finite):
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]  # missing in the stubs
-        axis.set_major_locator(FixedLocator(log_levels(*axis.get_view_interval())))
+        levels = log_levels(*axis.get_view_interval())
+        letters = sum(len(f"{level:g}") for level in levels) if axis is axis.axes.xaxis else 0  # side by side
+        axis.set_major_locator(FixedLocator(levels[:: 2 if letters > LETTERS else 1]))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
 

@@ -115,7 +115,7 @@ def _shade(axes: Axes, found: Histogram) -> Any:
 
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
     axes.set(xlabel="client", ylabel=found.unit)
-    axes.locator_params(nbins=10, integer=True, steps=[1, 2, 5, 10])
+    axes.locator_params(nbins=10, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
     if len(found.names) <= LABELLED:
         axes.set_yticks(range(len(found.names)), found.names)
     counts = np.ma.masked_equal(found.counts.T, 0)

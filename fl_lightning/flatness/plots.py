@@ -34,6 +34,9 @@ from fl_lightning.core import (
 if TYPE_CHECKING:  # a report draws spectra without torch
     from fl_lightning.flatness.values import Array, Interpolation, Perturbation, Surface
 
+EDGE = 0.1
+"""Part of a panel along its edges in which contour lines have no labels."""
+
 
 def plot_surface(
     surfaces: Mapping[str, Surface],
@@ -105,7 +108,7 @@ def plot_plane(
         panels: list[Axes] = []
         for i, (name, (grid, label)) in enumerate(grids.items(), start=1):
             axes = figure.add_subplot(rows, columns, i, title=name, xlabel=labels[0], ylabel=labels[1])
-            scale = Scale.of([grid])
+            scale = Scale.of([grid], SPAN if name in surface.loss else np.inf)
             scale.bar(figure, draw_contour(axes, surface, scale.clip(grid), scale), [axes], label)
             panels.append(axes)
         label_outer(panels, columns)
@@ -234,8 +237,12 @@ class Scale:
     cut: bool
 
     @classmethod
-    def of(cls, grids: Sequence[Array]) -> Scale:
+    def of(cls, grids: Sequence[Array], span: float = SPAN) -> Scale:
         """Returns the scale of one or more grids.
+
+        Args:
+            grids: The grids.
+            span: Values whose ratio of largest to smallest exceeds this have a logarithmic scale.
 
         Raises:
             UserError: If no value is finite.
@@ -252,7 +259,7 @@ class Scale:
             low = max(low, 1e-4 * high)
         if high <= low:
             low, high = low - 0.5 * abs(low) - 1e-12, high + 0.5 * abs(high) + 1e-12
-        log = low > 0 and high > SPAN * low
+        log = low > 0 and high > span * low
         lines = np.asarray(log_levels(low, high)) if log else np.asarray(MaxNLocator(7).tick_values(low, high))
         return cls(
             norm=(LogNorm if log else Normalize)(low, high),
@@ -262,6 +269,13 @@ class Scale:
             cut=high < values[~np.isnan(values)].max(),
         )
 
+    @property
+    def form(self) -> str:
+        """The format of the levels: with as many digits as tell them apart."""
+        apart = 0.01 * np.diff(self.lines).min(initial=np.inf)
+        digits = range(6, 18)
+        return next(f for n in digits if all(abs(float((f := f"%.{n}g") % v) - v) <= apart for v in self.lines))
+
     def clip(self, grid: Array) -> Array:
         """Returns the values, those beyond the scale replaced by its ends; NaN stays."""
         return np.asarray(np.clip(grid, self.fill[0], self.fill[-1]))
@@ -270,7 +284,7 @@ class Scale:
         """Adds a colour bar at the right of the panels."""
         from matplotlib.ticker import FormatStrFormatter, NullLocator
 
-        bar = figure.colorbar(drawn, ax=panels, ticks=self.lines, format=FormatStrFormatter("%g"), pad=0.02)
+        bar = figure.colorbar(drawn, ax=panels, ticks=self.lines, format=FormatStrFormatter(self.form), pad=0.02)
         bar.set_label(f"{label}, cut at {self.fill[-1]:.2g}" if self.cut else label)
         bar.ax.yaxis.set_minor_locator(NullLocator())
 
@@ -323,11 +337,21 @@ def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
         colors = ["white" if scale.norm(level) < 0.6 else "black" for level in levels]
         lines = axes.contour(surface.x, surface.y, z, levels=levels, colors=colors, linewidths=0.5)
         if not any(len(places.coordinates) > 1 for places in surface.models.values()):
-            axes.clabel(lines, fmt="%g", fontsize=7, inline_spacing=2)
+            label_lines(axes, lines, scale.form)
     axes.set_box_aspect(aspect(surface))
     axes.locator_params(nbins=5, steps=[1, 2, 5, 10])
     draw_models(axes, surface)
     return drawn
+
+
+def label_lines(axes: Axes, lines: Any, form: str) -> None:
+    """Labels contour lines, but not where the panel's edge would cut a label: of 2.8 it would leave 8."""
+    found = axes.clabel(lines, fmt=form, fontsize=7, inline=False)
+    places = [text.get_position() for text in found]
+    for text in found:
+        text.remove()
+    inside = [at for at in places if np.abs(axes.transLimits.transform(at) - 0.5).max() < 0.5 - EDGE]
+    axes.clabel(lines, fmt=form, fontsize=7, inline_spacing=2, manual=inside)
 
 
 def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:
@@ -352,7 +376,7 @@ def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:
     ends = scale.fill[[0, -1]]
     axes.set_zlim(*(np.log10(ends) if scale.log else ends))
     every = scale.lines[:: -(-len(scale.lines) // 5) or 1]
-    axes.set_zticks(np.log10(every) if scale.log else every, [f"{level:g}" for level in every])
+    axes.set_zticks(np.log10(every) if scale.log else every, [scale.form % level for level in every])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
         axis.labelpad = -5

@@ -175,7 +175,7 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") 
                 axes.plot(samples, values, rasterized=len(samples) > 500, **{**look, **cloud})
                 axes.plot(*by_samples(tables, column), **{**look, **marked_style(i)})
             scale_axis(axes.xaxis, np.concatenate([together(tables, column)[0] for _, _, tables in drawn]))
-        place_legend(figure)
+        place_legend(figure, least=1 if len(groups) > 1 else 2)
     return figure
 
 
@@ -196,7 +196,7 @@ def plot_by_client(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float
             axes.plot(x, y, ".", color=COLORS[4], markersize=3, markeredgewidth=0, alpha=0.5, label="a client")
             axes.plot(rounds, [y[x == at].mean() for at in rounds], color=COLORS[0], label="mean of the clients")
             axes.set(ylabel="" if place % columns else name, xlabel="round" if place + columns >= len(panels) else "")
-            axes.locator_params(axis="x", integer=True)
+            axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         scale_axis(axes.yaxis, [y for clients in panels.values() for points in clients.values() for _, y in points])
         place_legend(figure)
     return figure

@@ -182,7 +182,7 @@ def draw_curves(
             _panel(axes, name, groups, hours)
         for i, (text, value) in enumerate((levels or {}).items()):
             figure.axes[0].axhline(value, label=text, color=str(0.3 * i), linestyle=(0, (4, 2 + i)), linewidth=0.8)
-        place_legend(figure)
+        place_legend(figure, least=1 if len(groups) > 1 else 2)
     return figure
 
 
@@ -201,6 +201,8 @@ def _hours(runs: Sequence[Columns], rounds: Sequence[float]) -> list[float]:
 
 def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]], hours: bool) -> None:
     means, ends = list[float](), list[float]()
+    if not hours:
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     for i, (text, group) in enumerate(groups.items()):
         look, found = {**line_style(i), "gid": f"run-{i}"}, curve(group, name)
         if found is None:
@@ -242,11 +244,13 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
         return _plot_rows(found, f"{label(name)} (smaller is flatter)", metric)
     with new_figure(COLUMN, 2.5, grid="both") as figure:
         axes = figure.add_subplot(xlabel=f"{label(name)} (smaller is flatter)", ylabel=label(metric))
+        axes.locator_params(axis="x", nbins=5)
         for i, (text, values) in enumerate(points.items()):
             look = {**marked_style(i), "linestyle": "none", "gid": f"run-{i}"}
             if values:
                 axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
-        place_legend(figure)
+        scale_axis(axes.xaxis, [x for values in found.values() for x, _ in values])
+        place_legend(figure, least=1 if len(groups) > 1 else 2)
     return figure
 
 

@@ -79,7 +79,7 @@ class Column:
 
     def number(self, value: float) -> str:
         """Returns a value as printed."""
-        return format(value * self.scale, self.form)
+        return _printed(value * self.scale, self.form)
 
     @property
     def to_target(self) -> bool:
@@ -244,6 +244,11 @@ def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
     return by > max(deviation(ours) or 0.0, deviation(theirs) or 0.0)
 
 
+def _printed(value: float, form: str) -> str:
+    """Returns a number in a format; one of a run that diverged in few digits."""
+    return format(value, form if abs(value) < 1e9 else ".4g")
+
+
 def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Markup | None = None) -> str:
     """Returns a cell as text.
 
@@ -262,9 +267,9 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
         return "" if group.values("target_round") else markup.never
     if not values:
         return "nan" if expected else ""
-    text = (markup.best if is_best(group, column, groups) else "{}").format(format(fmean(values), column.form))
+    text = (markup.best if is_best(group, column, groups) else "{}").format(_printed(fmean(values), column.form))
     if column.spread and len(values) > 1:
-        text = markup.pair.format(text, format(deviation(values), column.spread))
+        text = markup.pair.format(text, _printed(deviation(values) or 0.0, column.spread))
     return text if len(values) == expected else f"{text} ({len(values)} of {expected})"  # the others never did
 
 

@@ -241,6 +241,15 @@ def test_evaluation_of_a_checkpoint(done: Path, capfd: pytest.CaptureFixture[str
     assert "lambda_max" in str(found) and "discrepancy" not in str(found)
 
 
+def test_a_landscape_compares_no_run_without_a_global_model(tmp_path: Path) -> None:
+    """Its server has the initial values of what stays with the clients."""
+    plain = run("fit", root=tmp_path / "plain") / "checkpoints/last.ckpt"
+    own = run("fit", "--model.parts+=Personal", root=tmp_path / "own") / "checkpoints/last.ckpt"
+    for args in (["interpolate", str(plain), str(own)], ["landscape", "--ckpt_path", str(plain), f"--compare=[{own}]"]):
+        with pytest.raises(SystemExit, match=r"last\.ckpt: some weights stay with each client, so there is no global"):
+            cli(*args)
+
+
 def loss_by_class(golden: Golden, net: nn.Module, k: int) -> float:
     """On the test set, each class weighted by its share of the client's data."""
     x, y = torch.as_tensor(golden.test[0]).double(), torch.as_tensor(golden.test[1]).long()

@@ -136,9 +136,11 @@ def test_what_the_agent_of_wandb_writes_is_understood() -> None:
 
 
 def test_arguments_are_prepared() -> None:
-    assert prepare(["--values", "a=1,2", "--model.x=None", "--values=b=3"]) == [
-        "--model.x=null", '--values=["a=1,2", "b=3"]',
-    ]  # fmt: skip
+    for more in ("--values=b=3", "--values+=b=3"):
+        assert prepare(["--values", "a=1,2", "--model.x=None", more]) == [
+            "--model.x=null", '--values=["a=1,2", "b=3"]',
+        ]  # fmt: skip
+    assert prepare(["--values+", "a=1,2"]) == ['--values=["a=1,2"]']
     assert prepare(["--model.x", "None", "--trainer.tf32", "--data.seed", "-1", "--model.help", "FedSAM"]) == [
         "--model.x=null", "--trainer.tf32=true", "--data.seed=-1", "--model.help=FedSAM",
     ]  # fmt: skip

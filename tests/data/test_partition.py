@@ -719,6 +719,11 @@ def test_heat_map_holds_the_counts():
     assert (np.diff(grey) < 0).all()  # darker and darker, in grey as well
 
 
+def test_one_client_has_one_tick():
+    axes = heat_map(Histogram("class", ["0", "1"], np.array([[3, 4]]))).axes[0]
+    assert [at for at in axes.get_xticks() if -0.5 < at < 0.5] == [0]
+
+
 def test_partitions_below_each_other_say_how_they_differ():
     even, long_tail = np.full((4, 2), 5), np.array([[8, 0], [4, 2]])
     panels = {name: Histogram("class", ["0", "1"], counts) for name, counts in (("even", even), ("tail", long_tail))}

@@ -590,13 +590,39 @@ def test_models_side_by_side_share_colours_and_levels(kind: Any) -> None:
     else:
         fills = [axes.collections[0] for axes in panels]
         assert len({tuple(fill.levels) for fill in fills}) == 1 and len({fill.get_clim() for fill in fills}) == 1
-        assert all(axes.collections[1].labelTexts for axes in panels)
+        assert all(axes.texts for axes in panels)
 
 
 def test_contours_have_labels_unless_paths_would_cross_them() -> None:
     found = paraboloid(30, ("train",))
-    drawn = [plots.plot_surface({"a": one}).axes[0].collections[1] for one in (replace(found, models={}), found)]
-    assert len(drawn[0].labelTexts) >= 3 and not drawn[1].labelTexts
+    drawn = [plots.plot_surface({"a": one}).axes[0] for one in (replace(found, models={}), found)]
+    assert len(drawn[0].texts) >= 3 and not drawn[1].texts
+
+
+def test_contours_have_no_label_that_the_edge_cuts() -> None:
+    z = np.add.outer(8 * GRID, GRID)
+    z[GRID < 0.9] = 0  # short lines along the upper edge
+    axes = plots.plot_surface({"a": Surface({"train": z}, {}, 0, {}, GRID, GRID)}).axes[0]
+    assert axes.texts and np.abs([text.get_position() for text in axes.texts]).max() < 0.8
+
+
+@pytest.mark.parametrize("kind", ["contour", "3d"])
+def test_levels_of_a_flat_model_differ(kind: Any) -> None:
+    z = 1.92325 + 1e-7 * np.add.outer(GRID**2, GRID**2)
+    figure = plots.plot_surface({"a": Surface({"train": z}, {}, 0, {}, GRID, GRID)}, kind)
+    figure.draw_without_rendering()
+    for axis in (figure.axes[-1].yaxis, *([figure.axes[0].zaxis] if kind == "3d" else [])):  # type: ignore[attr-defined]
+        labels = [t.get_text() for t in axis.get_ticklabels()]
+        assert len({*labels}) == len(labels) > 2
+        assert [float(label) for label in labels] == pytest.approx(axis.get_ticklocs(), abs=1e-9, rel=0)
+
+
+def test_a_sum_of_scaled_losses_has_an_even_scale() -> None:
+    """It nears 0 where both losses are smallest; how near says nothing."""
+    losses = {name: np.add.outer(GRID**2, (GRID - at) ** 2) for name, at in (("client 3", 0), ("train", 0.5))}
+    figure = plots.plot_plane(Surface(losses, {}, 0, {}, GRID, GRID), total=True)
+    norms = {axes.get_title(): type(axes.collections[0].norm).__name__ for axes in figure.axes if axes.get_title()}
+    assert norms["sum"] == "Normalize"
 
 
 def test_values_that_blow_up_do_not_hide_the_rest() -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from statistics import stdev
@@ -15,6 +16,7 @@ import pytest
 
 from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE, save_figure
+from fl_lightning.core.figures import render, style
 from fl_lightning.results.compare import compare, find_runs, of_run, shown
 from fl_lightning.results.configs import telling
 from fl_lightning.results.curves import all_timed, curve, draw_curves, plot_curves, plot_tradeoff, read
@@ -244,6 +246,48 @@ def test_points_of_each_group_look_different(tmp_path: Path) -> None:
     runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 1.0 + k}) for k in range(12)]
     (axes,) = plot_tradeoff(compare(runs), "lambda_max").axes
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 12
+
+
+def test_flatness_over_a_wide_range_is_logarithmic(tmp_path: Path) -> None:
+    """As points and as rows, as the curves of it are."""
+    runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 10.0**k}) for k in range(13)]
+    for groups in (compare(runs[:3]), compare(runs)):
+        assert plot_tradeoff(groups, "lambda_max").axes[-1].get_xscale() == "log"
+
+
+@pytest.mark.parametrize("values", [(0.0, 3.4e-4), (1e-7, 1e-5, 3e-3), (0.1, 1.0, 2.6)])
+def test_ticks_of_flatness_stand_apart(tmp_path: Path, values: tuple[float, ...]) -> None:
+    runs = [configured(tmp_path / str(k), {6: 5.0 * k}, lr=k, lambdas={6: v}) for k, v in enumerate(values)]
+    figure = plot_tradeoff(compare(runs), "lambda_max")
+    render(figure, svg={"Date": None})  # as a report does
+    with style():
+        figure.draw_without_rendering()
+    axes = figure.axes[0]
+    boxes = [text.get_window_extent() for text in axes.get_xticklabels()]
+    boxes = [box for box in boxes if axes.bbox.x0 <= (box.x0 + box.x1) / 2 <= axes.bbox.x1]
+    assert len(boxes) > 1 and all(a.x1 + 5 < b.x0 for a, b in pairwise(boxes))
+
+
+def test_numbers_of_a_run_that_diverged_are_short(tmp_path: Path) -> None:
+    runs = [configured(tmp_path / str(k), {6: 4.9265e21 * k}, seed=k) for k in (1, 2)]
+    group = compare(runs)[0]
+    (mean,) = (column for column in columns([group]) if column.key == "mean")
+    assert cell(group, mean) == "7.39e+21 ± 3.484e+21" and mean.number(0.5) == "0.5000"
+
+
+def test_a_legend_names_the_only_one_of_several_that_has_a_metric(tmp_path: Path) -> None:
+    runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 1.0} if k else None) for k in range(2)]
+    groups = compare(runs)
+    name = "flatness/lambda_max"
+    for figure in (plot_tradeoff(groups, "lambda_max"), plot_curves({g.name: g.metrics for g in groups}, [name])):
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1"]
+    assert not plot_curves({"1": groups[1].metrics}, [name]).legends
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 400])
+def test_rounds_are_whole(rounds: int) -> None:
+    (axes,) = draw_curves({"run": [{"server/test/acc": [(t + 1, 0.5) for t in range(rounds)]}]}).axes
+    assert all(tick.is_integer() for tick in axes.get_xticks().tolist())
 
 
 def test_what_latex_reads_otherwise(tmp_path: Path) -> None:

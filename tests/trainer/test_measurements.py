@@ -690,7 +690,8 @@ def test_fedgmt_has_a_fourth_path(tmp_path: Path) -> None:
         (["interpolate", "--a=CKPT", "--b=CKPT"], "--a: no option; give it by its place: fl-lightning interpolate A B"),
         (["flatness", "--ckpt_path=nowhere.ckpt", "--config=CONFIG"], "nowhere.ckpt: no such file"),
         (["landscape", "--ckpt_path=CKPT", "--kind=plane"], "compare = []: a plane goes through two checkpoints more"),
-        (["landscape", "--ckpt_path=CKPT", "--kind=plane", "--clients=[1]"], "or through the models of three clients"),
+        (["landscape", "--ckpt_path=CKPT", "--kind=plane", "--clients=[1]"], "the models of three different clients"),
+        (["landscape", "--ckpt_path=CKPT", "--kind=plane", "--clients=[1,1,2]"], "of three different clients"),
         (
             ["landscape", "--ckpt_path=CKPT", "--kind=perturbation", "--clients=[1]"],
             "a perturbation is that of checkpoi",

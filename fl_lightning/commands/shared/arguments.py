@@ -30,7 +30,7 @@ def joined(args: Sequence[str]) -> list[str]:
     """
     found, coming = list[str](), iter(pairwise([*args, "--"]))
     for given, after in coming:
-        arg = re.sub("^-c(onfig)?(?==|$)", "--config", given)
+        arg = re.sub(r"^--values\+(?==|$)", "--values", re.sub("^-c(onfig)?(?==|$)", "--config", given))
         if _option(arg) in (*SETTINGS, "ckpt_path", "seeds", "values") and "=" not in arg:
             if not after.startswith("--"):
                 next(coming)

@@ -111,7 +111,8 @@ def models_of(run: Run, others: Sequence[str], labels: Sequence[str] = ()) -> di
         labels: A name for each model; by default those of `labels_of`.
 
     Raises:
-        UserError: If there is no such checkpoint, it is of another net, or there is not one label for each model.
+        UserError: If there is no such checkpoint, it is of another net or holds no global model, or there is not one
+            label for each model.
     """
     named = len(set(labels)) == len(labels) == len(others) + 1
     require(not labels or named, "labels", list(labels), "give a name for each model, none twice")
@@ -125,6 +126,10 @@ def _weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
     path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
     flat, content = run.objective.flat, checkpoint.load(path)
     saved = content["state_dict"]
+    ensure(
+        "model.parts.Personal" not in content["config"],
+        f"{path}: some weights stay with each client, so there is no global model to compare; leave it out",
+    )
     ensure(content["frozen"] == run.frozen, f"{path}: its net has other frozen parameters; compare runs of the same")
     for name, shape in zip(flat.names, flat.shapes, strict=True):
         ensure(
