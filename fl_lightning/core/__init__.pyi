@@ -23,6 +23,7 @@ from .figures import Axes as Axes
 from .figures import Figure as Figure
 from .figures import drawing as drawing
 from .figures import figure_files as figure_files
+from .figures import label_lines as label_lines
 from .figures import line_style as line_style
 from .figures import log_levels as log_levels
 from .figures import marked_style as marked_style

@@ -50,6 +50,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 COLORMAP = "viridis"
 NOTE = ContextVar("note", default="")
 """The text of `noted`."""
+EDGE = 0.1
+"""Part of a panel along its edges in which contour lines have no labels."""
 LETTERS = 40
 """Most letters of the ticks of a logarithmic x-axis of which all are shown."""
 SPAN = 20.0
@@ -104,6 +106,22 @@ def log_levels(low: float, high: float) -> list[float]:
     subs = (1, 1.5, 2, 3, 5, 7) if ratio < 30 else (1, 2, 5) if ratio < 2000 else (1, 3) if ratio < 1e5 else (1,)
     most = 50 if len(subs) > 1 else 10
     return [float(level) for level in LogLocator(subs=subs, numticks=most).tick_values(low, high)]
+
+
+def label_lines(axes: Axes, lines: Any, form: str) -> None:
+    """Labels contour lines inside the panel, far from one another: its edge would leave 8 of a label 2.8."""
+    import numpy as np
+
+    places = list[Any]()
+    for line in (line for path in lines.get_paths() for line in path.to_polygons(closed_only=False)):
+        n = len(line) // 10  # not where a closed one begins
+        at = axes.transLimits.transform(line)[n : len(line) - n]  # from 0 to 1 within the panel
+        inside = np.abs(at - 0.5).max(axis=1) < 0.5 - EDGE
+        if inside.any() and np.ptp(at, axis=0).max() > EDGE:
+            far = np.min([np.linalg.norm(at - other, axis=1) for other in places or at[:1]], axis=0)
+            places.append(at[np.where(inside, far, -1).argmax()])
+    places = [*map(axes.transLimits.inverted().transform, places)]
+    axes.clabel(lines, fmt=form, fontsize=7, inline_spacing=2, manual=places)
 
 
 def scale_axis(axis: Axis, values: Iterable[float]) -> None:

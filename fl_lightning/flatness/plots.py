@@ -22,6 +22,7 @@ from fl_lightning.core import (
     SPAN,
     Axes,
     Figure,
+    label_lines,
     log_levels,
     marked_style,
     new_figure,
@@ -33,9 +34,6 @@ from fl_lightning.core import (
 
 if TYPE_CHECKING:  # a report draws spectra without torch
     from fl_lightning.flatness.values import Array, Interpolation, Perturbation, Surface
-
-EDGE = 0.1
-"""Part of a panel along its edges in which contour lines have no labels."""
 
 
 def plot_surface(
@@ -102,10 +100,9 @@ def plot_plane(
     grids = {name: (loss, "loss") for name, loss in surface.loss.items()}
     if total:
         grids["sum"] = (surface.normalized_sum(), "sum of scaled losses")
-    columns = min(len(grids), 2)
-    rows = -(-len(grids) // columns)
+    columns, rows = min(len(grids), 2), -(-len(grids) // 2)
     with new_panels(rows, columns, panel_side(columns, bars=columns) * min(aspect(surface), 1.0), bottom=0.6) as figure:
-        panels: list[Axes] = []
+        panels = list[Axes]()
         for i, (name, (grid, label)) in enumerate(grids.items(), start=1):
             axes = figure.add_subplot(rows, columns, i, title=name, xlabel=labels[0], ylabel=labels[1])
             scale = Scale.of([grid], SPAN if name in surface.loss else np.inf)
@@ -342,16 +339,6 @@ def draw_contour(axes: Axes, surface: Surface, z: Array, scale: Scale) -> Any:
     axes.locator_params(nbins=5, steps=[1, 2, 5, 10])
     draw_models(axes, surface)
     return drawn
-
-
-def label_lines(axes: Axes, lines: Any, form: str) -> None:
-    """Labels contour lines, but not where the panel's edge would cut a label: of 2.8 it would leave 8."""
-    found = axes.clabel(lines, fmt=form, fontsize=7, inline=False)
-    places = [text.get_position() for text in found]
-    for text in found:
-        text.remove()
-    inside = [at for at in places if np.abs(axes.transLimits.transform(at) - 0.5).max() < 0.5 - EDGE]
-    axes.clabel(lines, fmt=form, fontsize=7, inline_spacing=2, manual=inside)
 
 
 def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:
