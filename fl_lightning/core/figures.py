@@ -148,18 +148,18 @@ def wrapped(text: str, width: float) -> str:
     return fill(text, max(int(width / LETTER), 8), break_on_hyphens=False)
 
 
-def place_legend(figure: Figure, title: str | None = None, least: int = 2) -> None:
+def place_legend(figure: Figure, title: str | None = None, always: bool = False) -> None:
     """Adds one legend below the panels, in as many columns as fit; its lines of text make the figure higher.
 
     Args:
         figure: The figure; lines of the same label stand in the legend once.
         title: Its title.
-        least: Number of lines that need a legend.
+        always: Whether a single line has one, too.
     """
     found = [axes.get_legend_handles_labels() for axes in figure.axes]
     width = figure.get_figwidth() - 0.2
     lines = {wrapped(label, width - 0.5): line for pair in found for line, label in zip(*pair, strict=True)}
-    if len(lines) < least:
+    if len(lines) < (1 if always else 2):
         return
     widest = max(len(row) for label in lines for row in label.splitlines())
     columns = max(1, min(len(lines), int(width / (0.5 + widest * LETTER))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -73,7 +74,7 @@ def plot_surface(
                 axes.set_title(wrapped(label if len(sets) == 1 else f"{label}, {name}", side))
                 panels.append(axes)
         if kind == "contour":
-            place_legend(figure, least=1)
+            place_legend(figure, always=True)
             label_outer(panels, columns)
         scale.bar(figure, drawn, panels, "loss")
     return figure
@@ -109,7 +110,7 @@ def plot_plane(
             scale.bar(figure, draw_contour(axes, surface, scale.clip(grid), scale), [axes], label)
             panels.append(axes)
         label_outer(panels, columns)
-        place_legend(figure, least=1)
+        place_legend(figure, always=True)
     return figure
 
 
@@ -136,7 +137,7 @@ def plot_interpolation(results: Mapping[str, Interpolation], ends: tuple[str, st
             axes.set_xlabel("$\\gamma$")
             for end in (0, 1):
                 axes.axvline(end, color="0.5", linewidth=0.6, zorder=0)
-        place_legend(figure, least=1, title=f"γ = 0: {ends[0]}, γ = 1: {ends[1]}")
+        place_legend(figure, always=True, title=f"γ = 0: {ends[0]}, γ = 1: {ends[1]}")
     return figure
 
 
@@ -161,7 +162,7 @@ def plot_perturbation(results: Mapping[str, Perturbation]) -> Figure:
         kind = type(next(iter(results.values())))
         for axes, drawn in ((steepest, kind.along_gradient), (random, kind.mean)):
             scale_axis(axes.yaxis, np.concatenate([drawn(r, name) for r in results.values() for name in r.loss]))
-        place_legend(figure, least=1)
+        place_legend(figure, always=True)
     return figure
 
 
@@ -266,7 +267,7 @@ class Scale:
             cut=high < values[~np.isnan(values)].max(),
         )
 
-    @property
+    @cached_property
     def form(self) -> str:
         """The format of the levels: with as many digits as tell them apart."""
         apart = 0.01 * np.diff(self.lines).min(initial=np.inf)

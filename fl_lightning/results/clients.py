@@ -175,7 +175,7 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") 
                 axes.plot(samples, values, rasterized=len(samples) > 500, **{**look, **cloud})
                 axes.plot(*by_samples(tables, column), **{**look, **marked_style(i)})
             scale_axis(axes.xaxis, np.concatenate([together(tables, column)[0] for _, _, tables in drawn]))
-        place_legend(figure, least=1 if len(groups) > 1 else 2)
+        place_legend(figure, always=len(groups) > 1)
     return figure
 
 

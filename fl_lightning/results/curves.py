@@ -182,7 +182,7 @@ def draw_curves(
             _panel(axes, name, groups, hours)
         for i, (text, value) in enumerate((levels or {}).items()):
             figure.axes[0].axhline(value, label=text, color=str(0.3 * i), linestyle=(0, (4, 2 + i)), linewidth=0.8)
-        place_legend(figure, least=1 if len(groups) > 1 else 2)
+        place_legend(figure, always=len(groups) > 1)
     return figure
 
 
@@ -250,7 +250,7 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
             if values:
                 axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
         scale_axis(axes.xaxis, [x for values in found.values() for x, _ in values])
-        place_legend(figure, least=1 if len(groups) > 1 else 2)
+        place_legend(figure, always=len(groups) > 1)
     return figure
 
 
@@ -383,5 +383,5 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
                     axes.axhline(100 * clean, **{**line_style(i), "linewidth": 0.8, "zorder": 0})
             labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
             axes.set_xticks(range(len(names)), labels, rotation=45, ha="right", rotation_mode="anchor")
-        place_legend(figure, least=1)
+        place_legend(figure, always=True)
     return figure

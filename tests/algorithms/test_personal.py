@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -241,10 +242,15 @@ def test_evaluation_of_a_checkpoint(done: Path, capfd: pytest.CaptureFixture[str
     assert "lambda_max" in str(found) and "discrepancy" not in str(found)
 
 
-def test_a_landscape_compares_no_run_without_a_global_model(tmp_path: Path) -> None:
+class Users(Personal):
+    """That of somebody else."""
+
+
+@pytest.mark.parametrize("parts", [("Personal",), (f"{__name__}.Users", "Compress")], ids=["Personal", "Users"])
+def test_a_landscape_compares_no_run_without_a_global_model(parts: Sequence[str], tmp_path: Path) -> None:
     """Its server has the initial values of what stays with the clients."""
     plain = run("fit", root=tmp_path / "plain") / "checkpoints/last.ckpt"
-    own = run("fit", "--model.parts+=Personal", root=tmp_path / "own") / "checkpoints/last.ckpt"
+    own = run("fit", *(f"--model.parts+={part}" for part in parts), root=tmp_path / "own") / "checkpoints/last.ckpt"
     for args in (["interpolate", str(plain), str(own)], ["landscape", "--ckpt_path", str(plain), f"--compare=[{own}]"]):
         with pytest.raises(SystemExit, match=r"last\.ckpt: some weights stay with each client, so there is no global"):
             cli(*args)

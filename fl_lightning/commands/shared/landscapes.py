@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Figure, earlier, ensure, json_text, make_folder, require, save_figure
+from fl_lightning.algorithms.parts.base import Part
+from fl_lightning.core import Figure, class_at, earlier, ensure, json_text, make_folder, require, save_figure
 from fl_lightning.flatness import Batches, Values
 from fl_lightning.results.metrics import PROTOCOL, write_table
 from fl_lightning.trainer import MeasurementContext, Run, RunFolder, Split
@@ -126,8 +127,9 @@ def _weights_of(run: Run, ckpt_path: str) -> tuple[Path, Tensor]:
     path = RunFolder.find_checkpoint(ckpt_path, run.settings.default_root_dir, run.name)
     flat, content = run.objective.flat, checkpoint.load(path)
     saved = content["state_dict"]
+    parts = (class_at(name, ["fl_lightning"], Part) for name in content["config"].get("model.parts", "").split(", "))
     ensure(
-        "model.parts.Personal" not in content["config"],
+        all(part is None or part.has_global_model for part in parts),
         f"{path}: some weights stay with each client, so there is no global model to compare; leave it out",
     )
     ensure(content["frozen"] == run.frozen, f"{path}: its net has other frozen parameters; compare runs of the same")

@@ -52,7 +52,7 @@ class Partition(Checked, ABC, key="data.partition"):
         if not type(self).__module__.startswith("fl_lightning."):  # of a user's, the next process may get another one
             again = self._parts(labels, num_clients, num_classes, seed)
             ensure(
-                all(map(np.array_equal, parts, again)),
+                len(parts) == len(again) and all(map(np.array_equal, parts, again)),
                 f"{name}.split: gives another split when it is called again; draw from "
                 'fl_lightning.core.numpy_generator(seed, "partition")',
             )
