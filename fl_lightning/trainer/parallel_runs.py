@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import MADE, ensure
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.trainer.callbacks.defaults import Progress
+from fl_lightning.trainer.callbacks import Progress, Trajectory
 from fl_lightning.trainer.loop import seconds_left, train
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.trainer import FederatedTrainer, check_fit
@@ -96,6 +96,14 @@ def start(
     ensure(
         all(trainer.asynchronous is None for trainer in trainers),
         "trainer.asynchronous: parallel runs step together; start them one by one",
+    )
+    callbacks = [callback for trainer in trainers for callback in trainer.callbacks]
+    kept = [getattr(c, "inner", c) for c in callbacks if c.overrides("state_dict") or isinstance(c, Trajectory)]
+    shared = {type(c).__name__ for c in kept if sum(c is other for other in kept) > 1}
+    ensure(
+        not shared,
+        f"trainer.callbacks: parallel runs share one {', '.join(sorted(shared))}, which would mix what it has seen of "
+        "them; give each trainer one of its own",
     )
     for model in models:
         model.optimizer.check_batched("parallel runs")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning import (
     SAM,
@@ -19,8 +20,10 @@ from fl_lightning import (
     Dirichlet,
     FederatedTrainer,
     FedGMT,
+    FlatnessMonitor,
     LocalObjective,
     Personal,
+    Trajectory,
     UserError,
     algorithms,
 )
@@ -253,6 +256,27 @@ def test_what_cannot_be_one_program_is_told(other: Any, says: str, tmp_path: Pat
     with pytest.raises(UserError, match=says):
         parallel_runs.fit(trainers, [FedGMT(DigitsMLP(hidden=8)), other()], data())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_callback_with_state_serves_one_run(tmp_path: Path) -> None:
+    """Shared, an EarlyStopping would count the rounds of both runs; one that keeps nothing may be shared."""
+
+    class Seen(Callback):
+        names: ClassVar[list[str]] = []
+
+        def on_round_end(self, of: Run) -> None:
+            self.names.append(of.name)
+
+    def fit(*callbacks: Any) -> None:
+        trainers = [run(tmp_path, seed, "batched", max_rounds=1, callbacks=list(callbacks)) for seed in (0, 1)]
+        parallel_runs.fit(trainers, [model(0), model(1)], data())
+
+    for shared in (EarlyStopping("server/test/loss"), FlatnessMonitor(), Trajectory()):
+        with pytest.raises(UserError, match=f"parallel runs share one {type(shared).__name__}, .* give each trainer"):
+            fit(Seen(), shared)
+    assert not list(tmp_path.iterdir())
+    fit(Seen())
+    assert Seen.names == ["run_0", "run_1"]
 
 
 @pytest.mark.slow
