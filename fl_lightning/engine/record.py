@@ -208,8 +208,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return nodes[value]  # type: ignore[no-any-return]
 
     def recorded(self, outputs: Iterable[Tensor]) -> GraphModule:
-        """Returns the record, with these tensors as its outputs."""
+        """Returns the record, with these tensors as its outputs; what they do not depend on may be of a cache."""
         self.graph.output(tuple(map(self._node_of, outputs)))
+        self.graph.eliminate_dead_code()
         return GraphModule(self.root, self.graph)
 
 

@@ -424,6 +424,25 @@ class Slower(Callback):
             run.objective.mu /= 2  # type: ignore[operator]
 
 
+class Sees(Callback):
+    """Has some rounds to itself, which so run as single ones."""
+
+    def needs_round(self, t: int) -> bool:
+        return t % 4 == 3
+
+    def on_local_end(self, run: Run, result: Any) -> None:
+        pass
+
+
+def test_what_a_single_round_caches_changes_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first round nobody answers, so that hooks have cached nothing when the first program is recorded."""
+    more = {"faults": fl.Faults(available=[[], *[[*range(9)]] * 43]), "max_rounds": 44}
+    together = train(tmp_path, fl.FedGloSS, Sees(), **more)
+    assert recorded(together)
+    one_by_one(monkeypatch)
+    check_same(together, train(tmp_path, fl.FedGloSS, Sees(), **more))
+
+
 @pytest.mark.slow
 def test_records_of_settings_that_are_gone_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedRounds, "KEPT", 2)
