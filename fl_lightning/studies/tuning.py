@@ -100,7 +100,7 @@ def read(store: Path) -> dict[str, list[dict[str, Any]]]:
     """Returns the lines of the table of a store by method."""
     path = store / TUNING
     rows = [*csv.DictReader(path.read_text(encoding="utf-8").splitlines())] if path.is_file() else []
-    return grouped((row["method"], row) for row in rows)
+    return grouped((row["method"], row | {SEEDS: row[SEEDS].removeprefix("'")}) for row in rows)  # see `table_text`
 
 
 def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:

@@ -15,7 +15,7 @@ import yaml
 from scipy.stats import spearmanr
 
 from fl_lightning.results.rows import Store, extract
-from fl_lightning.studies.tuning import HEAD, chosen, judged, points
+from fl_lightning.studies.tuning import HEAD, chosen, judged, points, read, write
 from tests.runs import DIGITS, cli
 
 STUDY: dict[str, Any] = {
@@ -142,6 +142,16 @@ def test_the_median_over_seeds_decides_and_ties_go_to_the_published_settings(tmp
     assert chosen(of_file[1:]) == {"model.rho": "b"}  # 0.1, 0.15, 0.14: 0.13 is beyond 0.015
     diverged = {**of_file[3], "by seed": "0.9 0.9 -inf"}
     assert chosen([*of_file[:3], diverged]) == {"model.rho": "a"}
+
+
+def test_a_divergence_with_the_first_seed_is_read_as_it_was_written(tmp_path: Path) -> None:
+    lines = [["FedSAM", "model.rho=1", 0.9, "0.9 0.9 0.9", ""], ["FedSAM", "", 0.8, "-inf 0.8 0.9", ""]]
+    write(tmp_path, lines, ["FedSAM"])
+    (of_file,) = read(tmp_path).values()
+    assert [line["by seed"] for line in of_file] == [line[3] for line in lines]
+    assert chosen(of_file) == {"model.rho": "1"}
+    write(tmp_path, [], ["FedSAM"])
+    assert [*read(tmp_path).values()] == [of_file]
 
 
 def made(folder: Path, acc: float | None) -> Path | None:
