@@ -91,9 +91,10 @@ def judged(name: str, settings: Sequence[Mapping[str, Any]], runs: Sequence[Sequ
 
 
 def write(store: Path, lines: Sequence[Sequence[Any]], methods: Sequence[str]) -> None:
-    """Writes the lines of a method to the table of a store; its methods come in an order."""
+    """Writes the lines of a method to the table of a store; its methods come in an order, and others after them."""
     known = read(store) | grouped((line[0], dict(zip(HEAD, line, strict=True))) for line in lines)
-    write_table(store / TUNING, HEAD, [row.values() for each in methods for row in known.get(each, ())])
+    order = dict.fromkeys([*methods, *known])
+    write_table(store / TUNING, HEAD, [row.values() for each in order for row in known.get(each, ())])
 
 
 def read(store: Path) -> dict[str, list[dict[str, Any]]]:
