@@ -129,11 +129,12 @@ def _section(
             ]
         )
     starts: list[dict[str, Any]] = [start for of in groups for row in of.folders for start in about(row)["starts"]]
-    commits, cpus = (
+    commits, cpus, with_torch = (
         sorted({(start["commit"] or "unknown")[:7] + " with changes" * start["changed"] for start in starts}),
         sorted({start["cpu"] for start in starts}),
+        sorted({f"torch {start['torch']}, {start['precision']}" for start in starts}),
     )
-    made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, torch {starts[0]['torch']}, {starts[0]['precision']}."
+    made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, {' and '.join(with_torch)}."
     return f"{markdown(table).strip()}\n\n{front}{made}", numbers
 
 

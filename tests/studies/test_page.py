@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 from fl_lightning.results.rows import Store
 from fl_lightning.studies import tuning
 from fl_lightning.studies.page import page, scores
-from tests.studies.test_claims import BASE, BETTER, made
+from tests.studies.test_claims import BASE, BETTER, START, made
 from tests.studies.test_store import DOCS
 
 
@@ -53,6 +53,19 @@ def test_methods_are_compared_within_a_column_only(tmp_path: Path) -> None:
     assert [(name, [*table(text)][2:]) for name, text, _ in sections] == [("one", ["A", "B"]), ("two", ["A", "C"])]
     assert all("On the front of accuracy and flatness" in text for _, text, _ in sections)
     assert [[*table(text)][2:] for _, text, _ in page([tmp_path / "rows"], ["B"])[1]] == [["A", "B"], ["A"]]
+
+
+def test_rows_of_two_configs_of_a_method_keep_its_name_and_every_torch_is_told(tmp_path: Path) -> None:
+    made(tmp_path, {"c/A": BETTER, "c/B": BASE})
+    with Store.edited(tmp_path / "rows") as store:
+        (line,) = store.matching("c/A/seed_3")
+        files = store.files(line)
+        about = {**json.loads(files["row.json"]), "starts": [{**START, "torch": "1"}]}
+        config = files["config.yaml"].replace("max_rounds: 1", "max_rounds: 2")
+        store.put(line["row"], {**files, "config.yaml": config, "row.json": json.dumps(about)})
+    ((_, text, _),) = page([tmp_path / "rows"])[1]
+    assert [*table(text)][2:] == ["A/seed_0", "A/seed_3", "B"]
+    assert "; A processor, torch 1, 32-true and torch 2, 32-true." in text
 
 
 def test_scores_are_the_mean_of_performance_profiles() -> None:
