@@ -13,7 +13,7 @@ from statistics import fmean
 from fl_lightning.core import UserError, checked, ensure, folded
 from fl_lightning.results.configs import config_of, run_key, settings_of, telling
 from fl_lightning.results.metrics import FILE, NUMBER, Mode, average, deviation, read_run, rounds_done
-from fl_lightning.results.rows import ROW, ROWS, located
+from fl_lightning.results.rows import REPEATED, ROW, ROWS, located
 from fl_lightning.results.summary import SUMMARY, Summary, summarise
 from fl_lightning.results.terminal import say
 
@@ -282,7 +282,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     names = []
     for path in paths:
         parts = path.split("/")
-        ends = ["/".join(parts[-n:]) for n in range(2 if parts[-1].startswith("version_") else 1, len(parts))]
+        ends = ["/".join(parts[-n:]) for n in range(2 if REPEATED.search(f"/{parts[-1]}") else 1, len(parts))]
         names.append(next((e for e in ends if sum(f"/{p}".endswith(f"/{e}") for p in paths) == 1), path))
     return names
 

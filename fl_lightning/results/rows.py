@@ -35,6 +35,8 @@ from fl_lightning.results.metrics import FILE, table_text
 CONFIG, ROW, ABOUT = "config.yaml", "row.json", "about.yaml"
 """Of a row: its config, and whose run it is. Of a store: title, text, and the reference's name."""
 ROWS, METRICS = "rows.jsonl", "metrics.csv.xz"
+MAGIC = b"\xfd7zXZ\x00"
+"""First bytes of a stream of xz."""
 KEYS = ["row", "method", "column", "seed"]
 """First columns of the table of all metrics."""
 REPEATED = re.compile(r"(/(seed_-?|version_)\d+)+$")
@@ -178,8 +180,9 @@ class Store:
         Raises:
             UserError: If one cannot be written.
         """
+        text = "".join(map(json_text, self.lines))
         write_atomically(make_folder(self.folder, "into") / METRICS, b"".join(self._streams))
-        write_atomically(self.folder / ROWS, "".join(map(json_text, self.lines)))
+        write_atomically(self.folder / ROWS, text)
 
     @cached_property
     def _streams(self) -> list[bytes]:
@@ -187,16 +190,20 @@ class Store:
         if not self.lines:
             return []
         with self._reading():
-            data, head = (self.folder / METRICS).read_bytes(), lzma.LZMADecompressor()
-            head.decompress(data)
-        ends = [*accumulate((line["bytes"] for line in self.lines), initial=len(data) - len(head.unused_data))]
-        return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+            data = (self.folder / METRICS).read_bytes()
+            head = next(_streams_in(data))
+            ends = [*accumulate((line["bytes"] for line in self.lines), initial=len(head))]
+            if all(data[end : end + len(MAGIC)] in (MAGIC, b"") for end in ends):
+                return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+            _, *streams = _streams_in(data)  # a process was killed after it had written this file, and not the other
+            of_row = {_cells(stream)[0][0]: stream for stream in streams}
+            return [head, *(of_row[line["row"]] for line in self.lines)]
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        except (OSError, EOFError, ValueError, LookupError, StopIteration, lzma.LZMAError) as error:
             raise UserError(f"{self.folder / METRICS}: not readable ({error}); restore it") from None
 
 
@@ -270,6 +277,14 @@ def _place(store: Path, written: int) -> Path:
     atexit.register(rmtree, folder, ignore_errors=True)
     extract({path.name: path.read_text(encoding="utf-8") for path in store.glob(ABOUT)}, folder / store.name)
     return folder / store.name
+
+
+def _streams_in(data: bytes) -> Iterator[bytes]:
+    while data:
+        stream = lzma.LZMADecompressor()
+        stream.decompress(data)
+        yield data[: len(data) - len(stream.unused_data)]
+        data = stream.unused_data
 
 
 def _packed(text: str) -> bytes:

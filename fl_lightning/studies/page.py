@@ -4,7 +4,7 @@ Performance profiles show what reaching the target costs over all columns of a s
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -54,6 +54,7 @@ def page(
     """Returns the head of a page of rows, as Markdown, a section for each of their columns, and each row's numbers.
 
     Methods are compared within a column only. A figure has curves, or accuracy against lambda_max of many methods.
+    Fronts and scores are those of all methods, of which a page of some methods shows theirs.
 
     Args:
         rows: Rows of a store, or the store; its ``about.yaml`` gives title, text, reference and suite.
@@ -70,20 +71,24 @@ def page(
     rules = (
         f"Suite *{suite.name}*: {suite.kind}{source}; {suite.seeds} seeds decide{'' if suite.alone else ', not alone'}."
     )
-    sections, compared, numbers = list[Section](), list[list[Group]](), list[dict[str, Any]]()
+    sections, compared, numbers, shown = list[Section](), list[list[Group]](), list[dict[str, Any]](), set[str]()
     for column, folders in of_column.items():
-        groups = compare(folders, target=suite.targets.get(column.name))
-        reference = next((group for group in groups if group.name == given.get("reference")), groups[0])
-        groups = [each for each in groups if methods is None or each is reference or each.name in methods]
-        alive = [left for each in groups if (left := suite.survivors(each)[0]).runs]
-        text, of_rows = _section(groups, groups.index(reference), suite, given.get("verified", ()))
+        every = compare(folders, target=suite.targets.get(column.name))
+        reference = next((group for group in every if group.name == given.get("reference")), every[0])
+        groups = [each for each in every if methods is None or each is reference or each.name in methods]
+        alive = [left for each in every if (left := suite.survivors(each)[0]).runs]
+        names = [group.name for group in groups]
+        front = _front(alive, names)
+        text, of_rows = _section(groups, groups.index(reference), suite, given.get("verified", ()), front)
         numbers += ({"column": column.name, **each} for each in of_rows)
-        sections.append((column.name, text, _figure(alive)))
-        compared.append(groups)
-    shown = {group.name for groups in compared for group in groups}
-    tried = tuning.front(found[0], shown) if rows and (found := store_of(rows[0])) else []
+        sections.append((column.name, text, _figure([each for each in alive if each.name in names])))
+        compared.append(every)
+        shown |= {*names}
+    known = {group.name for every in compared for group in every}
+    unsurpassed = tuning.front(found[0], known) if rows and (found := store_of(rows[0])) else []
+    tried = [line for line in unsurpassed if line["method"] in shown]
     head = [f"# {given['title']}", given["text"], rules if "suite" in given else "", LEGEND]
-    head += [_profiles(compared), f"{TRIED}\n\n{_tried(tried)}" if tried else ""]
+    head += [_profiles(compared, shown), f"{TRIED}\n\n{_tried(tried)}" if tried else ""]
     return "\n\n".join(filter(None, head)), sections, numbers
 
 
@@ -95,7 +100,7 @@ def _tried(front: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _section(
-    groups: Sequence[Group], reference: int, suite: Suite, verified: Sequence[str]
+    groups: Sequence[Group], reference: int, suite: Suite, verified: Sequence[str], front: str
 ) -> tuple[str, list[dict[str, Any]]]:
     """Returns the table of a column, and where its rows are from; and the numbers of each row."""
     found = [suite.survivors(group) for group in groups]
@@ -124,19 +129,20 @@ def _section(
             ]
         )
     starts: list[dict[str, Any]] = [start for of in groups for row in of.folders for start in about(row)["starts"]]
-    commits, cpus = (
+    commits, cpus, with_torch = (
         sorted({(start["commit"] or "unknown")[:7] + " with changes" * start["changed"] for start in starts}),
         sorted({start["cpu"] for start in starts}),
+        sorted({f"torch {start['torch']}, {start['precision']}" for start in starts}),
     )
-    made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, torch {starts[0]['torch']}, {starts[0]['precision']}."
-    return f"{markdown(table).strip()}\n\n{_front(left)}{made}", numbers
+    made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, {' and '.join(with_torch)}."
+    return f"{markdown(table).strip()}\n\n{front}{made}", numbers
 
 
-def _front(groups: Sequence[Group]) -> str:
-    """Returns the methods that no other one surpasses in both accuracy and flatness, in the mean over their runs."""
+def _front(groups: Sequence[Group], shown: Collection[str]) -> str:
+    """Returns those of the shown methods that no other one surpasses in both accuracy and flatness, in their means."""
     of = {group.name: [group.values(name) for name in ("mean", "flatness/lambda_max")] for group in groups}
     points = {name: (fmean(accuracies), -fmean(sharpest)) for name, (accuracies, sharpest) in of.items() if sharpest}
-    front = [[*points][k] for k in tuning.unsurpassed([*points.values()])]
+    front = [name for k in tuning.unsurpassed([*points.values()]) if (name := [*points][k]) in shown]
     told = "On the front of accuracy and flatness, where no other method is better in both means"
     return f"{told}: {', '.join(front)}.\n\n" * bool(front)
 
@@ -154,8 +160,8 @@ def _label(found: Sequence[bool | None], is_verified: bool) -> str:
     return f"{'verified' if is_verified else 'checked'} {same}" if same else "self-reported"
 
 
-def _profiles(columns: Sequence[Sequence[Group]]) -> str:
-    """Returns the table of scores, as Markdown, of the methods that all columns have; nothing without a target."""
+def _profiles(columns: Sequence[Sequence[Group]], shown: Collection[str]) -> str:
+    """Returns the table of scores, as Markdown, of shown methods that all columns have; nothing without a target."""
     runs = [{group.name: group.runs for group in groups} for groups in columns]
     if any(run.target is None for of in runs for each in of.values() for run in each):
         return ""
@@ -175,7 +181,7 @@ def _profiles(columns: Sequence[Sequence[Group]]) -> str:
     if not found:
         return ""
     names.sort(key=lambda name: -max(of[name][0] for of in found.values()))
-    scored = [name for name in names if any(of[name][0] for of in found.values())]
+    scored = [name for name in names if name in shown and any(of[name][0] for of in found.values())]
     lines = [[name, *("{:.2f} [{:.2f}, {:.2f}]".format(*of[name]) for of in found.values())] for name in scored]
     return f"{SCORES}\n\n{markdown([['score', *found], *lines]).strip()}"
 

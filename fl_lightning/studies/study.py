@@ -19,7 +19,7 @@ from fl_lightning.results.rows import ABOUT, Line, Store, alone
 from fl_lightning.studies import tuning
 from fl_lightning.studies.store import add, portable
 from fl_lightning.studies.suite import RUNNER_UP, Suite, about_of, frozen
-from fl_lightning.sweeps.trials import Build, Check, Trial, run_trials
+from fl_lightning.sweeps.trials import Build, Check, Trial, outcome, run_trials
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ class Study:
         """Trains a method with each setting that it tries and each seed of the tuning, and keeps what comes out.
 
         Raises:
-            UserError: If a setting is wrong, or two would be correlated over the draws.
+            UserError: If a setting is wrong, two would be correlated over the draws, a run breaks off for another
+                reason than divergence, or fewer than two settings have finished; then nothing is kept of the method.
         """
         settings, args = tuning.tried(self.given, name), self._args(name, "tuning")
         trials = [
@@ -148,11 +149,15 @@ class Study:
         for of_one in trials:
             self.check(of_one[0])
         every = [trial for of_one in trials for trial in of_one]
-        ended = run_trials(every, self.folder / "tuning", self.build, check=self.check)
-        folders = {found.trial.name: found.folder for found in ended if found.error is None}
-        runs = [[folders.get(trial.name) for trial in of_one] for of_one in trials]
+        place, runs = self.folder / "tuning", dict[str, Path | None]()
+        for found in run_trials(every, place, self.build, check=self.check):
+            whole = outcome(found.trial, place) is not None  # a run that has diverged has ended, too
+            ensure(whole, f"{found.trial.name}: {found.error}")
+            runs[found.trial.name] = None if found.error else found.folder
+        lines = tuning.judged(name, settings, [[runs[trial.name] for trial in of_one] for of_one in trials])
+        tuning.chosen([dict(zip(tuning.HEAD, line, strict=True)) for line in lines])
         with alone(self.store):
-            tuning.write(self.store, tuning.judged(name, settings, runs), [*self.given["methods"]])
+            tuning.write(self.store, lines, [*self.given["methods"]])
 
     def train(self, row: str, args: Sequence[str]) -> None:
         """Trains a row, and adds it to the store.

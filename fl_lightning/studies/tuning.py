@@ -91,16 +91,17 @@ def judged(name: str, settings: Sequence[Mapping[str, Any]], runs: Sequence[Sequ
 
 
 def write(store: Path, lines: Sequence[Sequence[Any]], methods: Sequence[str]) -> None:
-    """Writes the lines of a method to the table of a store; its methods come in an order."""
+    """Writes the lines of a method to the table of a store; its methods come in an order, and others after them."""
     known = read(store) | grouped((line[0], dict(zip(HEAD, line, strict=True))) for line in lines)
-    write_table(store / TUNING, HEAD, [row.values() for each in methods for row in known.get(each, ())])
+    order = dict.fromkeys([*methods, *known])
+    write_table(store / TUNING, HEAD, [row.values() for each in order for row in known.get(each, ())])
 
 
 def read(store: Path) -> dict[str, list[dict[str, Any]]]:
     """Returns the lines of the table of a store by method."""
     path = store / TUNING
     rows = [*csv.DictReader(path.read_text(encoding="utf-8").splitlines())] if path.is_file() else []
-    return grouped((row["method"], row) for row in rows)
+    return grouped((row["method"], row | {SEEDS: row[SEEDS].removeprefix("'")}) for row in rows)  # see `table_text`
 
 
 def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:

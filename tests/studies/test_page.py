@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
+from fl_lightning.results.rows import Store
 from fl_lightning.studies import tuning
 from fl_lightning.studies.page import page, scores
-from tests.studies.test_claims import BASE, BETTER, made
+from tests.studies.test_claims import BASE, BETTER, START, made
 from tests.studies.test_store import DOCS
 
 
@@ -54,6 +55,19 @@ def test_methods_are_compared_within_a_column_only(tmp_path: Path) -> None:
     assert [[*table(text)][2:] for _, text, _ in page([tmp_path / "rows"], ["B"])[1]] == [["A", "B"], ["A"]]
 
 
+def test_rows_of_two_configs_of_a_method_keep_its_name_and_every_torch_is_told(tmp_path: Path) -> None:
+    made(tmp_path, {"c/A": BETTER, "c/B": BASE})
+    with Store.edited(tmp_path / "rows") as store:
+        (line,) = store.matching("c/A/seed_3")
+        files = store.files(line)
+        about = {**json.loads(files["row.json"]), "starts": [{**START, "torch": "1"}]}
+        config = files["config.yaml"].replace("max_rounds: 1", "max_rounds: 2")
+        store.put(line["row"], {**files, "config.yaml": config, "row.json": json.dumps(about)})
+    ((_, text, _),) = page([tmp_path / "rows"])[1]
+    assert [*table(text)][2:] == ["A/seed_0", "A/seed_3", "B"]
+    assert "; A processor, torch 1, 32-true and torch 2, 32-true." in text
+
+
 def test_scores_are_the_mean_of_performance_profiles() -> None:
     """In the first column 10, 20 and never; in the second 30, 15 and 60; in the third nobody reaches the target."""
     never = [math.inf] * 3
@@ -92,8 +106,20 @@ def test_the_page_has_scores_and_the_front_of_what_was_tried(tmp_path: Path) -> 
     costs, found = page([tmp_path / "rows"])[0].split("were tried")
     assert table(costs)["A"] == ["A", "1.00 [1.00, 1.00]"]  # no passes were logged
     assert [*table(found).values()][2:] == [["A", "x=1", "0.9", "5"], ["C", "published", "0.75", "0.5"]]
-    found = page([tmp_path / "rows"], ["B"])[0].split("were tried")[1]  # beside the reference
-    assert [*table(found).values()][2:] == [["A", "x=1", "0.9", "5"], ["B", "published", "0.7", "1"]]
+    found = page([tmp_path / "rows"], ["B"])[0].split("were tried")[1]  # C surpasses B, whether it is shown or not
+    assert [*table(found).values()][2:] == [["A", "x=1", "0.9", "5"]]
+
+
+def test_a_page_of_some_methods_says_of_them_what_the_whole_page_says(tmp_path: Path) -> None:
+    """C, which is not shown, is more accurate than B, and flatter."""
+    made(tmp_path, {"c/A": BETTER, "c/B": BASE, "c/C": [acc + 0.01 for acc in BASE]})
+    with Store.edited(tmp_path / "rows") as store:
+        for line in store.matching("c/C"):
+            files = store.files(line)
+            store.put(line["row"], {**files, "metrics.csv": f"{files['metrics.csv'].rpartition(',')[0]},0.1\r\n"})
+    ((_, whole, _),) = page([tmp_path / "rows"])[1]
+    ((_, some, _),) = page([tmp_path / "rows"], ["B"])[1]
+    assert "better in both means: A, C." in whole and "better in both means: A." in some
 
 
 def test_a_target_that_nobody_reaches_has_no_scores(tmp_path: Path) -> None:

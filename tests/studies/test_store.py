@@ -199,6 +199,25 @@ def test_configs_are_kept_by_what_differs() -> None:
         assert changes(base, own) == ({"": own} if kept is None else kept)
 
 
+def test_a_store_is_whole_when_a_process_is_killed_between_its_two_files(tmp_path: Path) -> None:
+    """A row with a new column has been added, which changes the bytes of all others."""
+
+    def added(name: str, metrics: str) -> None:
+        with Store.edited(tmp_path) as store:
+            store.put(name, {"config.yaml": "a: 1\n", "metrics.csv": metrics, "row.json": json_text({"seed": 0}, 1)})
+
+    for name in ("m/seed_0", "m/seed_1"):
+        added(name, "round,a\r\n1,0.5\r\n2,0.25\r\n")
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    files = [Store(tmp_path).files(line) for line in Store(tmp_path).lines]
+    added("m/seed_2", "round,a,b\r\n1,0.5,7\r\n")
+    (tmp_path / "rows.jsonl").write_bytes(before)
+    assert [Store(tmp_path).files(line) for line in Store(tmp_path).lines] == files
+    added("m/seed_2", "round,a,b\r\n1,0.5,8\r\n")
+    assert [Store(tmp_path).files(line) for line in Store(tmp_path).lines][:2] == files
+    assert lzma.decompress((tmp_path / "metrics.csv.xz").read_bytes()).count(b"\r\n") == 6
+
+
 @pytest.mark.parametrize("text", ["a.b: 1\n", "5: 0.1\n", "x: .nan\n", "x: 1e-5  # by hand\n", "x: 2020-01-01\n"])
 def test_a_row_keeps_every_byte_of_any_files(text: str, tmp_path: Path) -> None:
     """Keys with dots, numbers as keys, what JSON lacks, other orders of columns, and columns that are new or empty."""

@@ -14,8 +14,11 @@ import torch
 import yaml
 from scipy.stats import spearmanr
 
+from fl_lightning.core import DivergenceError, UserError, make_folder
 from fl_lightning.results.rows import Store, extract
-from fl_lightning.studies.tuning import HEAD, chosen, judged, points
+from fl_lightning.studies.study import Study
+from fl_lightning.studies.tuning import HEAD, chosen, judged, points, read, write
+from fl_lightning.sweeps.trials import Built, Trial
 from tests.runs import DIGITS, cli
 
 STUDY: dict[str, Any] = {
@@ -142,6 +145,31 @@ def test_the_median_over_seeds_decides_and_ties_go_to_the_published_settings(tmp
     assert chosen(of_file[1:]) == {"model.rho": "b"}  # 0.1, 0.15, 0.14: 0.13 is beyond 0.015
     diverged = {**of_file[3], "by seed": "0.9 0.9 -inf"}
     assert chosen([*of_file[:3], diverged]) == {"model.rho": "a"}
+
+
+def test_a_divergence_with_the_first_seed_is_read_as_it_was_written(tmp_path: Path) -> None:
+    lines = [["FedSAM", "model.rho=1", 0.9, "0.9 0.9 0.9", ""], ["FedSAM", "", 0.8, "-inf 0.8 0.9", ""]]
+    write(tmp_path, lines, ["FedSAM"])
+    (of_file,) = read(tmp_path).values()
+    assert [line["by seed"] for line in of_file] == [line[3] for line in lines]
+    assert chosen(of_file) == {"model.rho": "1"}
+    write(tmp_path, [["FedAvg", "", 0.7, "0.7 0.7 0.7", ""]], ["FedAvg"])  # as after a change of the study's methods
+    assert [*read(tmp_path)] == ["FedAvg", "FedSAM"] and read(tmp_path)["FedSAM"] == of_file
+
+
+def test_a_mistake_is_no_divergence_and_a_method_without_settings_can_be_tuned_again(tmp_path: Path) -> None:
+    def mistaken(trial: Trial, folder: Path) -> Built:
+        raise ZeroDivisionError(trial.name)
+
+    def diverging(trial: Trial, folder: Path) -> Built:
+        make_folder(folder / trial.name / "version_0", "folder")
+        raise DivergenceError(trial.name)
+
+    for build, line in ((mistaken, "FedAvg/0/seed_0: ZeroDivisionError: "), (diverging, "FedAvg: 0 settings have ")):
+        study = Study(STUDY, tmp_path / "runs", tmp_path / "rows", build, lambda _: {})
+        with pytest.raises(UserError, match=line):
+            [*study.run(["FedAvg"])]
+        assert not study.tuned("FedAvg") and not (tmp_path / "rows" / "tuning.csv").exists()
 
 
 def made(folder: Path, acc: float | None) -> Path | None:
