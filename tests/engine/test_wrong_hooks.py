@@ -730,3 +730,53 @@ def test_what_other_processes_lack_is_a_warning(tmp_path: Path) -> None:
         UserWarning, match=r"^Counting changes self\.n while clients train: a resumed run, and each other"
     ):
         train(tmp_path, FedAvg(net=Small(), optimizer=Counting()), "sequential", max_rounds=1)
+
+
+class Keeps(LocalObjective):
+    """The server's step keeps something on the objective: in a list, in place, in a generator, ..."""
+
+    def __init__(self, where: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.where, self.steps = where, list[Tensor]()
+        self._steps, self.named = self.steps if where == "aliases" else list[Tensor](), {"steps": list[Tensor]()}
+        self.sum, self.draw = torch.zeros(307, dtype=torch.float64), np.random.default_rng(0)
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        step = uploads.mean("w") - sent.w
+        kept = {"public": self.steps, "private": self._steps, "aliases": self._steps, "inside": self.named["steps"]}
+        if self.where in kept:
+            kept[self.where].append(step)
+            step = sum((self.steps or kept[self.where])[-2:])  # type: ignore[assignment]
+        elif self.where == "in place":
+            step = self.sum.mul_(0.9).add_(step).clone()
+        else:
+            step = step * self.draw.random()
+        return server.replace(w=sent.w + step)
+
+
+class Watches(Callback):
+    """Sees local training, so that no rounds run as a program."""
+
+    def on_local_end(self, run: Any, result: Any) -> None: ...
+
+
+@pytest.mark.sampled(quick=2, start=1)
+@pytest.mark.parametrize("where", ["public", "private", "aliases", "inside", "in place", "generator"])
+def test_what_the_server_s_step_keeps_is_that_of_the_rounds(where: str, tmp_path: Path) -> None:
+    """Neither the dry step before the first round nor a record of a whole round adds to it."""
+    objectives = [Keeps(where, net=Small(), optimizer=SGD(0.1)) for _ in range(3)]
+    engines = [("sequential", []), ("graphed", [Watches()]), ("graphed", [])]
+    with pytest.warns(UserWarning, match="a resumed run lacks it"):
+        runs = [
+            train(tmp_path, of, name, callbacks=callbacks, eval_every=5, max_rounds=4)
+            for of, (name, callbacks) in zip(objectives, engines, strict=True)
+        ]
+    assert_close(runs[0], runs[1])
+    assert torch.equal(runs[1].server.w, runs[2].server.w)
+    draw = np.random.default_rng(0)
+    for of in objectives:
+        most = max(len(of.steps), len(of._steps), len(of.named["steps"]))
+        assert most == (0 if where in ("in place", "generator") else 4)
+    if where == "generator":
+        draw.random(4)
+        assert {of.draw.random() for of in objectives} == {draw.random()}
