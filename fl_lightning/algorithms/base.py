@@ -109,7 +109,7 @@ class LocalObjective(Composed, SupervisedModule):
         if named and buffers is None:
             raise UserError(
                 f"model.net has the buffer '{named[0]}': choose how running statistics are treated by model.buffers = "
-                "average, local or reset, or use GroupNorm"
+                "average, local or reset, or use GroupNorm; register a constant with persistent=False"
             )
         self.net_buffers = Buffers(net, buffers) if named and buffers is not None else None
         lazy = any(isinstance(p, UninitializedParameter) for p in net.parameters())
