@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning import (
     SGD,
@@ -780,3 +780,28 @@ def test_what_the_server_s_step_keeps_is_that_of_the_rounds(where: str, tmp_path
     if where == "generator":
         draw.random(4)
         assert {of.draw.random() for of in objectives} == {draw.random()}
+
+
+class Focal(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        ce = nn.functional.cross_entropy(logits, target, reduction="none")
+        return (1 - torch.exp(-ce)) ** self.power * ce
+
+
+def test_a_parameter_of_the_loss_is_a_constant_unless_the_net_has_it(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"model\.loss\.power stays as it is: only parameters of model\.net are trained"
+    ):
+        objectives = [FedAvg(net=Small(), loss=Focal(), optimizer=SGD(0.1)) for _ in range(2)]
+    assert_close(*(train(tmp_path, of, name) for of, name in zip(objectives, ("batched", "sequential"), strict=True)))
+    assert objectives[0].loss.power == 2
+    net, loss = Small(), Focal()
+    net.register_parameter("power", loss.power)
+    train(tmp_path, FedAvg(net=net, loss=loss, optimizer=SGD(0.1)), "sequential")
+    assert loss.power != 2
