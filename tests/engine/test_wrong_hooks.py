@@ -24,7 +24,7 @@ from fl_lightning import (
 )
 from fl_lightning.core import State
 from tests.engine.test_engines import Small, assert_close, train
-from tests.runs import metrics, newest
+from tests.runs import last, metrics, newest
 
 
 class Mixer(LocalObjective):
@@ -805,3 +805,25 @@ def test_a_parameter_of_the_loss_is_a_constant_unless_the_net_has_it(tmp_path: P
     net.register_parameter("power", loss.power)
     train(tmp_path, FedAvg(net=net, loss=loss, optimizer=SGD(0.1)), "sequential")
     assert loss.power != 2
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_trained_stays_the_same_in_a_run(frozen: bool, engine: str, tmp_path: Path) -> None:
+    """A parameter that a callback freezes trained on, and one that it set free did not train."""
+    objectives = []
+    for _ in range(2):
+        net = Small()
+        net[1].weight.requires_grad_(frozen)
+        objectives.append(FedAvg(net=net, optimizer=SGD(0.1)))
+    first, second = objectives
+    message = r"requires_grad of 1\.weight has changed since the algorithm was made"
+    change = Changes(2, lambda of: of.net[1].weight.requires_grad_(not frozen))
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, first, engine, callbacks=[change])
+    assert last(newest(tmp_path))["round"] == 1
+    change.change(second)
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, second, engine)
+    for of in objectives:
+        train(tmp_path, FedAvg(net=of.net, optimizer=SGD(0.1)), engine, max_rounds=1)
