@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from inspect import BoundArguments
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ class LocalObjective(Composed, SupervisedModule):
         if named and buffers is None:
             raise UserError(
                 f"model.net has the buffer '{named[0]}': choose how running statistics are treated by model.buffers = "
-                "average, local or reset, or use GroupNorm"
+                "average, local or reset, or use GroupNorm; register a constant with persistent=False"
             )
         self.net_buffers = Buffers(net, buffers) if named and buffers is not None else None
         lazy = any(isinstance(p, UninitializedParameter) for p in net.parameters())
@@ -145,6 +146,11 @@ class LocalObjective(Composed, SupervisedModule):
         owners = [(f"{owner.config_key} = {type(owner).__name__}", owner) for owner in self._owners]
         local = [(label, [*owner.client_state, *owner.scratch_state]) for label, owner in owners]
         optimizer = f"model.optimizer = {type(self.optimizer).__name__}", self.optimizer.named_state
+        others = {n: p for n, p in self.named_parameters() if p.requires_grad and not n.startswith("net.")}
+        for path, parameter in others.items():
+            remedy = "register it in the net as well, or set its requires_grad to False"
+            warn(f"model.{path} stays as it is: only parameters of model.net are trained; {remedy}", stacklevel=2)
+            parameter.requires_grad_(False)
         check_owners("client state", [("local training", ["start"]), *local, optimizer])
         check_owners("server state", [("the model", ["w"]), *((label, owner.server_state) for label, owner in owners)])
         check_owners("the upload", [("the context", ["k_lr"]), *((label, owner.up) for label, owner in owners)])

@@ -118,6 +118,19 @@ class FlatSpec:
         self.d = sum(self.numels)
         self._masks: dict[tuple[frozenset[str], torch.device], Tensor] = {}
 
+    def check(self, module: nn.Module) -> None:
+        """Checks that those parameters of the module train that the layout holds.
+
+        Raises:
+            UserError: If some were frozen or set free since.
+        """
+        changed = {*self.names} ^ {name for name, p in module.named_parameters() if p.requires_grad}
+        ensure(
+            not changed,
+            f"model.net: requires_grad of {', '.join(sorted(changed)[:3])} has changed since the algorithm was made; "
+            "set it before that, or in the middle end the run, set it, and train a new algorithm with the net",
+        )
+
     def parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Returns the module's parameters in the order of the layout."""
         return map(module.get_parameter, self.names)

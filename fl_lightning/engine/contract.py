@@ -26,6 +26,7 @@ from fl_lightning.core import (
     Uploads,
     UserError,
     Watched,
+    contents_kept,
     ensure,
     with_own_attributes,
 )
@@ -72,6 +73,13 @@ def dry_step(engine: Engine, server: State, w0: Tensor, classes: int, ctx: Round
     Raises:
         UserError: If a hook returns something else than the base class says, or changes a tensor in place that it gets.
     """
+    objective = engine.objective
+    with contents_kept((objective, objective.optimizer, *objective.all_parts)):
+        return _two_rounds(engine, server, w0, classes, ctx)
+
+
+def _two_rounds(engine: Engine, server: State, w0: Tensor, classes: int, ctx: RoundContext) -> dict[int, Exchange]:
+    """Does what `dry_step` says."""
     objective, dry, contract = held(engine.objective), copy(engine), dict[int, Exchange]()
     dry.objective, name, passes = objective, type(objective).__name__, 0
     client = State.initial(objective.client_inits(), w0, server.w)

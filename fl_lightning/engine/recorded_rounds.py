@@ -19,6 +19,7 @@ from fl_lightning.core import (
     Watched,
     accumulator_dtype,
     below,
+    contents_kept,
     ensure,
     k_lr_sums,
     prefixed,
@@ -228,9 +229,9 @@ class RecordedRounds(Rounds):
         columns, t = prefixed("ctx", below("ctx", named)), {"t": named["samples"].new_zeros(Numbers.MOST)}
         server, rows = (prefixed(name, below(name, named)) for name in ("server", "row"))
         objects = self.objective, self.objective.optimizer, *self.objective.all_parts
-        watched, before = Watched(objects), [{**vars(owner)} for owner in objects]
         first = {**server, **rows, "met": named["met"], **columns, **t}
-        try:
+        with contents_kept(objects):  # even a cache may hold what was recorded
+            watched, before = Watched(objects), [{*vars(owner)} for owner in objects]
             send = stage(self._send, first, ctx)
             sent = self._outputs(send, first)
             finish = stage(self._finish, own := {**sent, **columns, **t}, ctx)
@@ -241,15 +242,9 @@ class RecordedRounds(Rounds):
             received = prefixed("received", below("received", sent))
             receive = stage(self._receive, {**server, **received, **results, **t, **of_all}, ctx)
             changed = {name for _, name in watched.changed()}
-        finally:  # also if a hook has set something before one that cannot be recorded
-            added = set[str]()
-            for owner, attributes in zip(objects, before, strict=True):
-                new = vars(owner).keys() - attributes.keys()
-                added |= {name for name in new if not isinstance(getattr(type(owner), name, None), cached_property)}
-                for name in new:  # even a cache may hold what was recorded
-                    del vars(owner)[name]
-                vars(owner).update(attributes)
-        changed |= added
+            for owner, known in zip(objects, before, strict=True):
+                new = vars(owner).keys() - known
+                changed |= {name for name in new if not isinstance(getattr(type(owner), name, None), cached_property)}
         ensure(not changed, f"hooks set {', '.join(sorted(changed))}")
         blocks = prefixed("block", below("block", named))
         return {"send": send, "finish": finish, "receive": receive}, {**sent, **columns, **t, **blocks}

@@ -79,6 +79,7 @@ class Experiment:
             ([name for name, value in named if value.is_inference()], "of torch.inference_mode(); make it outside"),
         ):
             ensure(not odd, f"model.net = {type(objective.net).__name__}: {', '.join(odd[:3])} {what}")
+        objective.flat.check(objective.net)
         objective.to(device=self.fabric.device, dtype=self.dtype)
         self.net, frozen = FlatNet(objective.net), constants(objective.net)
         # every process gets the values of rank 0, through the CPU: what is broadcast keeps the device of rank 0

@@ -74,7 +74,7 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
     key = run.aggregation.noise_key
     values, net = objective.flat.split(run.global_model.cpu()), objective.net
     names = {p: name for name, p in net.named_parameters()}  # the first one of each that layers share
-    trained = {name: values[names[p]] for name, p in net.named_parameters(remove_duplicate=False) if p.requires_grad}
+    trained = {name: values[names[p]] for name, p in net.named_parameters(remove_duplicate=False) if names[p] in values}
     if buffers is not None:
         named = buffers.named(run.server.get("buffers", buffers.first))
         trained |= {name: v for name, v in named.items() if name in net.state_dict()}

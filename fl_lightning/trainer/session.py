@@ -147,6 +147,7 @@ def transaction(run: Run) -> Iterator[None]:
     If the round's checkpoint has been written, the run stays after the round.
     """
     check_interruption()
+    run.objective.flat.check(run.objective.net)
     run.before = run.state, [callback.state_dict() for callback in run.callbacks]
     try:
         yield

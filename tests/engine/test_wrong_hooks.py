@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning import (
     SGD,
@@ -24,7 +24,7 @@ from fl_lightning import (
 )
 from fl_lightning.core import State
 from tests.engine.test_engines import Small, assert_close, train
-from tests.runs import metrics, newest
+from tests.runs import last, metrics, newest
 
 
 class Mixer(LocalObjective):
@@ -730,3 +730,100 @@ def test_what_other_processes_lack_is_a_warning(tmp_path: Path) -> None:
         UserWarning, match=r"^Counting changes self\.n while clients train: a resumed run, and each other"
     ):
         train(tmp_path, FedAvg(net=Small(), optimizer=Counting()), "sequential", max_rounds=1)
+
+
+class Keeps(LocalObjective):
+    """The server's step keeps something on the objective: in a list, in place, in a generator, ..."""
+
+    def __init__(self, where: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.where, self.steps = where, list[Tensor]()
+        self._steps, self.named = self.steps if where == "aliases" else list[Tensor](), {"steps": list[Tensor]()}
+        self.sum, self.draw = torch.zeros(307, dtype=torch.float64), np.random.default_rng(0)
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        step = uploads.mean("w") - sent.w
+        kept = {"public": self.steps, "private": self._steps, "aliases": self._steps, "inside": self.named["steps"]}
+        if self.where in kept:
+            kept[self.where].append(step)
+            step = sum((self.steps or kept[self.where])[-2:])  # type: ignore[assignment]
+        elif self.where == "in place":
+            step = self.sum.mul_(0.9).add_(step).clone()
+        else:
+            step = step * self.draw.random()
+        return server.replace(w=sent.w + step)
+
+
+class Watches(Callback):
+    """Sees local training, so that no rounds run as a program."""
+
+    def on_local_end(self, run: Any, result: Any) -> None: ...
+
+
+@pytest.mark.sampled(quick=2, start=1)
+@pytest.mark.parametrize("where", ["public", "private", "aliases", "inside", "in place", "generator"])
+def test_what_the_server_s_step_keeps_is_that_of_the_rounds(where: str, tmp_path: Path) -> None:
+    """Neither the dry step before the first round nor a record of a whole round adds to it."""
+    objectives = [Keeps(where, net=Small(), optimizer=SGD(0.1)) for _ in range(3)]
+    engines = [("sequential", []), ("graphed", [Watches()]), ("graphed", [])]
+    with pytest.warns(UserWarning, match="a resumed run lacks it"):
+        runs = [
+            train(tmp_path, of, name, callbacks=callbacks, eval_every=5, max_rounds=4)
+            for of, (name, callbacks) in zip(objectives, engines, strict=True)
+        ]
+    assert_close(runs[0], runs[1])
+    assert torch.equal(runs[1].server.w, runs[2].server.w)
+    draw = np.random.default_rng(0)
+    for of in objectives:
+        most = max(len(of.steps), len(of._steps), len(of.named["steps"]))
+        assert most == (0 if where in ("in place", "generator") else 4)
+    if where == "generator":
+        draw.random(4)
+        assert {of.draw.random() for of in objectives} == {draw.random()}
+
+
+class Focal(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        ce = nn.functional.cross_entropy(logits, target, reduction="none")
+        return (1 - torch.exp(-ce)) ** self.power * ce
+
+
+def test_a_parameter_of_the_loss_is_a_constant_unless_the_net_has_it(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"model\.loss\.power stays as it is: only parameters of model\.net are trained"
+    ):
+        objectives = [FedAvg(net=Small(), loss=Focal(), optimizer=SGD(0.1)) for _ in range(2)]
+    assert_close(*(train(tmp_path, of, name) for of, name in zip(objectives, ("batched", "sequential"), strict=True)))
+    assert objectives[0].loss.power == 2
+    net, loss = Small(), Focal()
+    net.register_parameter("power", loss.power)
+    train(tmp_path, FedAvg(net=net, loss=loss, optimizer=SGD(0.1)), "sequential")
+    assert loss.power != 2
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_trained_stays_the_same_in_a_run(frozen: bool, engine: str, tmp_path: Path) -> None:
+    """A parameter that a callback freezes trained on, and one that it set free did not train."""
+    objectives = []
+    for _ in range(2):
+        net = Small()
+        net[1].weight.requires_grad_(frozen)
+        objectives.append(FedAvg(net=net, optimizer=SGD(0.1)))
+    first, second = objectives
+    message = r"requires_grad of 1\.weight has changed since the algorithm was made"
+    change = Changes(2, lambda of: of.net[1].weight.requires_grad_(not frozen))
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, first, engine, callbacks=[change])
+    assert last(newest(tmp_path))["round"] == 1
+    change.change(second)
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, second, engine)
+    for of in objectives:
+        train(tmp_path, FedAvg(net=of.net, optimizer=SGD(0.1)), engine, max_rounds=1)

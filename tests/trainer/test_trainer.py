@@ -337,6 +337,15 @@ def test_a_net_with_running_statistics_is_told(golden: Golden) -> None:
         FedAvg(net=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
 
 
+def test_a_constant_buffer_needs_no_policy() -> None:
+    net = nn.Linear(2, 2)
+    net.register_buffer("places", torch.arange(2.0))
+    with pytest.raises(UserError, match=r"'places': .*; register a constant with persistent=False$"):
+        FedAvg(net=net)
+    net.register_buffer("places", torch.arange(2.0), persistent=False)
+    assert FedAvg(net=net).net_buffers is None
+
+
 def test_flatness_monitor_against_the_plain_functions(golden: Golden) -> None:
     from fl_lightning.flatness import hessian, lambda_max, measure_discrepancy
 
