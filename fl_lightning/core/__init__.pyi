@@ -90,15 +90,12 @@ from .made import config_of as config_of
 from .made import described as described
 from .made import leaves as leaves
 from .nested import Inputs as Inputs
-from .nested import Watched as Watched
 from .nested import below as below
-from .nested import contents_kept as contents_kept
 from .nested import earlier as earlier
 from .nested import grouped as grouped
 from .nested import map_tensors as map_tensors
 from .nested import named_tensors as named_tensors
 from .nested import prefixed as prefixed
-from .nested import with_own_attributes as with_own_attributes
 from .options import Checked as Checked
 from .options import check_values as check_values
 from .options import checked as checked
@@ -122,6 +119,9 @@ from .state import Upload as Upload
 from .state import Uploads as Uploads
 from .state import Weighting as Weighting
 from .state import k_lr_sums as k_lr_sums
+from .watched import Watched as Watched
+from .watched import contents_kept as contents_kept
+from .watched import with_own_attributes as with_own_attributes
 from .weights import constants as constants
 from .weights import digest as digest
 from .weights import load_constants as load_constants

@@ -1,0 +1,158 @@
+"""Which attributes of objects have changed since, also in place; and how they are put back."""
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from functools import cached_property
+from itertools import islice
+from typing import Any, TypeVar
+from warnings import warn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+COMPARED = 1000
+"""Entries of a list or mapping that are compared, the first ones."""
+CONTAINERS = (list, set, deque, dict)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+CHANGEABLE = (*CONTAINERS, *GENERATORS, Tensor)
+"""What can change in place."""
+NO_CACHES = (list, deque, *GENERATORS, Tensor)
+"""What is no cache, even if it is private."""
+
+
+def with_own_attributes(owner: T) -> T:
+    """Returns a shallow copy of an object, with copies of the attributes that can change in place."""
+    it = copy(owner)
+    for name in _inside(owner):
+        object.__setattr__(it, name, deepcopy(vars(owner)[name]))
+    return it
+
+
+@contextmanager
+def contents_kept(owners: Iterable[object]) -> Iterator[None]:
+    """Puts attributes of objects back on exit, and what lists, mappings, tensors and generators among them hold.
+
+    Within it the lists, mappings and generators are copies.
+    """
+    kept, copies = [(owner, {**vars(owner)}) for owner in owners], dict[int, Any]()
+    for owner, attributes in kept:
+        vars(owner).update({name: _apart(value, copies) for name, value in attributes.items()})
+    tensors = [v for v in copies.values() if isinstance(v, Tensor) and not v.is_inference()]
+    values = [(v, v._version, v.detach().clone()) for v in tensors]
+    try:
+        yield
+    finally:
+        for tensor, version, value in values:
+            if tensor._version != version:
+                tensor.detach().copy_(value)
+        for owner, attributes in kept:
+            for name in vars(owner).keys() - attributes.keys():
+                del vars(owner)[name]
+            vars(owner).update(attributes)
+
+
+def _apart(value: Any, copies: dict[int, Any]) -> Any:
+    """Returns a copy of a list, set, mapping or generator with copies of those in it, each made once; others as is."""
+    if id(value) in copies:
+        return copies[id(value)]
+    is_generator, is_container = isinstance(value, GENERATORS), isinstance(value, CONTAINERS)
+    it: Any = deepcopy(value) if is_generator else copy(value) if is_container else value
+    copies[id(value)] = it
+    if isinstance(value, dict):
+        it.update({key: _apart(entry, copies) for key, entry in value.items()})
+    elif isinstance(value, list | deque):
+        for i, entry in enumerate(value):
+            it[i] = _apart(entry, copies)
+    return it
+
+
+class Watched:
+    """Attributes of objects, as they are when this is made.
+
+    Args:
+        owners: The objects.
+    """
+
+    def __init__(self, owners: Iterable[object]) -> None:
+        self._before = [(owner, {**vars(owner)}, _inside(owner)) for owner in owners]
+
+    def changed(self) -> Iterator[tuple[object, str]]:
+        """Yields each object with an attribute that is not what it was; what is new may be a cache."""
+        for owner, before, inside in self._before:
+            set_again = {name for name, value in vars(owner).items() if before.get(name, value) is not value}
+            now = _inside(owner)
+            within = {name for name, held in inside.items() if name in now and not _same(held, now[name])}
+            yield from ((owner, name) for name in sorted(set_again | within))
+
+    def warn_of_clients(self) -> None:
+        """Warns of public attributes that local training has changed."""
+        for owner, name in self.changed():
+            if name[0] != "_":
+                warn(
+                    f"{type(owner).__name__} changes self.{name} while clients train: a resumed run, and each other "
+                    f"process, lacks it; {_remedy(vars(owner)[name], 'client_state')}",
+                    stacklevel=3,
+                )
+
+    def warn_of_server(self, numbers: bool) -> None:
+        """Warns of what the server's step has changed.
+
+        Args:
+            numbers: Whether public numbers and text count, because no checkpoint has those of these objects.
+        """
+        old = {id(owner): before for owner, before, _ in self._before}
+        for owner, name in self.changed():
+            values = (old[id(owner)][name], vars(owner)[name])
+            known = not numbers and name[0] != "_" and all(isinstance(v, bool | int | float | str) for v in values)
+            if not known and not isinstance(getattr(type(owner), name, None), cached_property):
+                warn(
+                    f"{type(owner).__name__} sets self.{name} in the server's step: a resumed run lacks it; "
+                    f"{_remedy(vars(owner)[name], 'server_state')}, unless each round sets it again",
+                    stacklevel=3,
+                )
+
+
+def _remedy(value: object, state: str) -> str:
+    drawn = "draw by ctx.randn_like(v) or ctx.draw(function), hooks of the server from a generator seeded with ctx.t"
+    return drawn if isinstance(value, GENERATORS) else f"declare it in {state}"
+
+
+def _inside(owner: object) -> dict[str, list[Any]]:
+    """Returns what differs after attributes have been changed in place; private mappings and sets may be caches."""
+    # a look at the class is faster than isinstance, which asks the class of tensors
+    named = vars(owner).items()
+    return {n: _held(v) for n, v in named if issubclass(type(v), NO_CACHES if n[0] == "_" else CHANGEABLE)}
+
+
+def _held(value: Any, inside: bool = True) -> list[Any]:
+    """Returns a value, and what differs after it has been changed in place."""
+    match value:
+        case torch.Generator():
+            return [value, bytes(value.get_state().tolist())]
+        case np.random.Generator() | np.random.RandomState() | random.Random():
+            return [value, pickle.dumps(value)]
+        case Tensor():
+            return [value, None if value.is_inference() else value._version]
+        case list() | set() | deque():
+            return [value, len(value), *(_held(entry, False) for entry in islice(value if inside else (), COMPARED))]
+        case dict() if inside:
+            return [value, {key: _held(entry, False) for key, entry in islice(value.items(), COMPARED)}]
+    return [value]
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Returns whether `_held` has found the same objects, and in a mapping those of before."""
+    (a, *inside), (b, *within) = one, other
+    return a is b and len(inside) == len(within) and all(map(_alike, inside, within))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(key in other and _same(held, other[key]) for key, held in one.items())
+    return _same(one, other) if isinstance(one, list) else bool(one == other)
