@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.core import Figure, grouped
+from fl_lightning.core import Figure, ensure, grouped
 from fl_lightning.results import ABOUT, Group, find_runs, markdown, plot_curves, plot_tradeoff, store_of
 from fl_lightning.results.compare import compare
 from fl_lightning.results.table import Markup, cell, columns, differences
@@ -61,7 +61,7 @@ def page(
         methods: Some of the methods, and the reference; None: all.
 
     Raises:
-        UserError: If a row is damaged.
+        UserError: If a row is damaged, or there is no row of a method.
     """
     of_column = grouped((folder.parents[1], folder) for folder in sorted(find_runs(rows)))
     store = next((each for column in of_column for each in (column, *column.parents) if (each / ABOUT).is_file()), None)
@@ -75,7 +75,9 @@ def page(
     for column, folders in of_column.items():
         every = compare(folders, target=suite.targets.get(column.name))
         reference = next((group for group in every if group.name == given.get("reference")), every[0])
-        groups = [each for each in every if methods is None or each is reference or each.name in methods]
+        groups = [
+            each for each in every if methods is None or each is reference or not _names(each).isdisjoint(methods)
+        ]
         alive = [left for each in every if (left := suite.survivors(each)[0]).runs]
         names = [group.name for group in groups]
         front = _front(alive, names)
@@ -84,12 +86,22 @@ def page(
         sections.append((column.name, text, _figure([each for each in alive if each.name in names])))
         compared.append(every)
         shown |= {*names}
-    known = {group.name for every in compared for group in every}
-    unsurpassed = tuning.front(found[0], known) if rows and (found := store_of(rows[0])) else []
+    known = [group for every in compared for group in every]
+    named = {name for group in known for name in _names(group)}
+    unknown = {*(methods or ())} - named
+    ensure(not unknown, f"methods = {', '.join(sorted(unknown))}: no such rows; choose from {', '.join(sorted(named))}")
+    unsurpassed = (
+        tuning.front(found[0], {group.name for group in known}) if rows and (found := store_of(rows[0])) else []
+    )
     tried = [line for line in unsurpassed if line["method"] in shown]
     head = [f"# {given['title']}", given["text"], rules if "suite" in given else "", LEGEND]
     head += [_profiles(compared, shown), f"{TRIED}\n\n{_tried(tried)}" if tried else ""]
     return "\n\n".join(filter(None, head)), sections, numbers
+
+
+def _names(group: Group) -> set[str]:
+    """Returns the names of a group: its own, and the method of its rows, which may have several configs."""
+    return {group.name, *(row.parent.name for row in group.folders)}
 
 
 def _tried(front: Sequence[Mapping[str, Any]]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
+from fl_lightning import UserError
 from fl_lightning.results.rows import Store
 from fl_lightning.studies import tuning
 from fl_lightning.studies.page import page, scores
@@ -65,6 +66,9 @@ def test_rows_of_two_configs_of_a_method_keep_its_name_and_every_torch_is_told(t
         store.put(line["row"], {**files, "config.yaml": config, "row.json": json.dumps(about)})
     ((_, text, _),) = page([tmp_path / "rows"])[1]
     assert [*table(text)][2:] == ["A/seed_0", "A/seed_3", "B"]
+    assert page([tmp_path / "rows"], ["A"])[1][0][1].count("| A/seed_") == 2
+    with pytest.raises(UserError, match="methods = a: no such rows; choose from A, A/seed_0, A/seed_3, B"):
+        page([tmp_path / "rows"], ["A", "a"])
     assert "; A processor, torch 1, 32-true and torch 2, 32-true." in text
 
 
