@@ -2,20 +2,20 @@
 
 import pickle
 import random
+import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from functools import cached_property
-from itertools import islice
-from typing import Any, TypeVar
+from itertools import chain, islice
+from typing import Any
 from warnings import warn
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-T = TypeVar("T")
 COMPARED = 1000
 """Entries of a list or mapping that are compared, the first ones."""
 CONTAINERS = (list, set, deque, dict)
@@ -26,21 +26,41 @@ NO_CACHES = (list, deque, *GENERATORS, Tensor)
 """What is no cache, even if it is private."""
 
 
-def with_own_attributes(owner: T) -> T:
-    """Returns a shallow copy of an object, with copies of the attributes that can change in place."""
-    it = copy(owner)
-    for name in _inside(owner):
-        object.__setattr__(it, name, deepcopy(vars(owner)[name]))
-    return it
+LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch"}
+"""Packages whose objects are not looked into."""
+
+
+def own_objects(owners: Collection[object]) -> list[object]:
+    """Returns objects and, besides nets, the objects of other packages than libraries that they hold, also in lists."""
+    found = {id(owner): owner for owner in owners}
+    seen, waiting = {*found}, [*chain.from_iterable(vars(owner).values() for owner in found.values())]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, tuple | list | set | deque):
+            waiting += value
+        elif _is_own(value):
+            found[id(value)] = value
+            waiting += vars(value).values()
+    return [*found.values()]
+
+
+def _is_own(value: object) -> bool:
+    package = type(value).__module__.partition(".")[0]
+    return package not in LIBRARIES and not isinstance(value, nn.Module | Tensor) and hasattr(value, "__dict__")
 
 
 @contextmanager
-def contents_kept(owners: Iterable[object]) -> Iterator[None]:
-    """Puts attributes of objects back on exit, and what lists, mappings, tensors and generators among them hold.
+def contents_kept(owners: Collection[object]) -> Iterator[None]:
+    """Puts back, on exit, attributes of `own_objects`, and what lists, mappings, tensors and generators in them hold.
 
     Within it the lists, mappings and generators are copies.
     """
-    kept, copies = [(owner, {**vars(owner)}) for owner in owners], dict[int, Any]()
+    kept, copies = [(owner, {**vars(owner)}) for owner in own_objects(owners)], dict[int, Any]()
     for owner, attributes in kept:
         vars(owner).update({name: _apart(value, copies) for name, value in attributes.items()})
     tensors = [v for v in copies.values() if isinstance(v, Tensor) and not v.is_inference()]
@@ -73,14 +93,15 @@ def _apart(value: Any, copies: dict[int, Any]) -> Any:
 
 
 class Watched:
-    """Attributes of objects, as they are when this is made.
+    """Attributes of `own_objects`, as they are when this is made.
 
     Args:
         owners: The objects.
     """
 
-    def __init__(self, owners: Iterable[object]) -> None:
-        self._before = [(owner, {**vars(owner)}, _inside(owner)) for owner in owners]
+    def __init__(self, owners: Collection[object]) -> None:
+        self._given = {id(owner) for owner in owners}
+        self._before = [(owner, {**vars(owner)}, _inside(owner)) for owner in own_objects(owners)]
 
     def changed(self) -> Iterator[tuple[object, str]]:
         """Yields each object with an attribute that is not what it was; what is new may be a cache."""
@@ -104,12 +125,13 @@ class Watched:
         """Warns of what the server's step has changed.
 
         Args:
-            numbers: Whether public numbers and text count, because no checkpoint has those of these objects.
+            numbers: Whether public numbers and text count, because no checkpoint has those of the given objects.
         """
         old = {id(owner): before for owner, before, _ in self._before}
         for owner, name in self.changed():
             values = (old[id(owner)][name], vars(owner)[name])
-            known = not numbers and name[0] != "_" and all(isinstance(v, bool | int | float | str) for v in values)
+            plain = name[0] != "_" and all(isinstance(v, bool | int | float | str) for v in values)
+            known = plain and not numbers and id(owner) in self._given
             if not known and not isinstance(getattr(type(owner), name, None), cached_property):
                 warn(
                     f"{type(owner).__name__} sets self.{name} in the server's step: a resumed run lacks it; "

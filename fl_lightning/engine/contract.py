@@ -28,7 +28,6 @@ from fl_lightning.core import (
     Watched,
     contents_kept,
     ensure,
-    with_own_attributes,
 )
 from fl_lightning.engine.base import Engine
 from fl_lightning.engine.sequential import SequentialEngine
@@ -156,7 +155,7 @@ def held(objective: LocalObjective) -> LocalObjective:
 
 
 def _held_copy(owner: Any, d: int) -> Any:
-    it = with_own_attributes(owner)
+    it = copy(owner)
     for interface in (Hooks, Part, LocalOptimizer):
         for name, declared in getmembers(interface, isfunction) if isinstance(owner, interface) else ():
             if name[0] != "_":

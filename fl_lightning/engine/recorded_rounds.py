@@ -22,6 +22,7 @@ from fl_lightning.core import (
     contents_kept,
     ensure,
     k_lr_sums,
+    own_objects,
     prefixed,
     to_device,
 )
@@ -228,7 +229,7 @@ class RecordedRounds(Rounds):
         """
         columns, t = prefixed("ctx", below("ctx", named)), {"t": named["samples"].new_zeros(Numbers.MOST)}
         server, rows = (prefixed(name, below(name, named)) for name in ("server", "row"))
-        objects = self.objective, self.objective.optimizer, *self.objective.all_parts
+        objects = own_objects((self.objective, self.objective.optimizer, *self.objective.all_parts))
         first = {**server, **rows, "met": named["met"], **columns, **t}
         with contents_kept(objects):  # even a cache may hold what was recorded
             watched, before = Watched(objects), [{*vars(owner)} for owner in objects]

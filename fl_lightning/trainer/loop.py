@@ -65,7 +65,6 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = (), 
     if evaluated:
         evaluate_round(run, losses)
     run.call("on_round_end", but=("on_round_start", "on_local_end") if is_program else ())
-    run.objective.flat.check(run.objective.net)
     if run.stops():  # so this round is the last one
         if not evaluated:
             evaluate_round(run, losses)

@@ -579,6 +579,13 @@ def test_what_a_resumed_run_lacks_is_a_warning(name: str, tmp_path: Path) -> Non
         train(tmp_path, Remembers(net=Small()), name, max_rounds=3)
 
 
+class Memory:
+    """An object of a class of one's own, which several hooks may share."""
+
+    def __init__(self) -> None:
+        self.n, self.steps = 0, list[Tensor]()
+
+
 class HeavyBall(ServerUpdate):
     """Keeps something on itself: as a tensor, in place, in a list, in a private attribute, ..."""
 
@@ -588,7 +595,7 @@ class HeavyBall(ServerUpdate):
         self.all: list[Tensor] = []
         self.best: float | None = None
         self.window, self.means, self.memo = deque[Tensor](maxlen=2), dict[str, Tensor](), dict[int, Tensor]()
-        self.calls = 0
+        self.calls, self.memories = 0, [Memory()]
 
     def __call__(self, server: State, delta: Tensor, ctx: Any) -> State:
         self.calls += 1  # a checkpoint has it
@@ -605,6 +612,8 @@ class HeavyBall(ServerUpdate):
         elif self.where == "entries":
             self.window.append(delta)
             self.means["w"] = delta
+        elif self.where == "object":
+            self.memories[0].n += 1
         elif self.where == "nowhere":  # caches
             self.memo[ctx.t] = delta
             if not hasattr(self, "_mask"):
@@ -622,11 +631,12 @@ def test_what_the_server_s_parts_keep_is_a_warning(name: str, tmp_path: Path) ->
         "private": "_v",
         "none": "best",
         "entries": "(window|means)",
+        "object": "n",
     }
     for where, of in found.items():
         objective = FedAvg(net=Small(), server_update=HeavyBall(where))
         with pytest.warns(
-            UserWarning, match=rf"HeavyBall sets self\.{of} in the server's step: a resumed run lacks it"
+            UserWarning, match=rf"(HeavyBall|Memory) sets self\.{of} in the server's step: a resumed run lacks it"
         ):
             train(tmp_path, objective, name, max_rounds=3)
     with warnings.catch_warnings():
@@ -740,10 +750,13 @@ class Keeps(LocalObjective):
         self.where, self.steps = where, list[Tensor]()
         self._steps, self.named = self.steps if where == "aliases" else list[Tensor](), {"steps": list[Tensor]()}
         self.sum, self.draw = torch.zeros(307, dtype=torch.float64), np.random.default_rng(0)
+        self.memory = Memory()
+        self._memories = {"of the server": (self.memory,)}
 
     def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
         step = uploads.mean("w") - sent.w
         kept = {"public": self.steps, "private": self._steps, "aliases": self._steps, "inside": self.named["steps"]}
+        kept |= {"object": self.memory.steps, "hidden object": self._memories["of the server"][0].steps}
         if self.where in kept:
             kept[self.where].append(step)
             step = sum((self.steps or kept[self.where])[-2:])  # type: ignore[assignment]
@@ -761,7 +774,9 @@ class Watches(Callback):
 
 
 @pytest.mark.sampled(quick=2, start=1)
-@pytest.mark.parametrize("where", ["public", "private", "aliases", "inside", "in place", "generator"])
+@pytest.mark.parametrize(
+    "where", ["public", "private", "aliases", "inside", "object", "hidden object", "in place", "generator"]
+)
 def test_what_the_server_s_step_keeps_is_that_of_the_rounds(where: str, tmp_path: Path) -> None:
     """Neither the dry step before the first round nor a record of a whole round adds to it."""
     objectives = [Keeps(where, net=Small(), optimizer=SGD(0.1)) for _ in range(3)]
@@ -775,7 +790,7 @@ def test_what_the_server_s_step_keeps_is_that_of_the_rounds(where: str, tmp_path
     assert torch.equal(runs[1].server.w, runs[2].server.w)
     draw = np.random.default_rng(0)
     for of in objectives:
-        most = max(len(of.steps), len(of._steps), len(of.named["steps"]))
+        most = max(len(of.steps), len(of._steps), len(of.named["steps"]), len(of.memory.steps))
         assert most == (0 if where in ("in place", "generator") else 4)
     if where == "generator":
         draw.random(4)
@@ -821,7 +836,7 @@ def test_what_is_trained_stays_the_same_in_a_run(frozen: bool, engine: str, tmp_
     change = Changes(2, lambda of: of.net[1].weight.requires_grad_(not frozen))
     with pytest.raises(UserError, match=message):
         train(tmp_path, first, engine, callbacks=[change])
-    assert last(newest(tmp_path))["round"] == 1
+    assert last(newest(tmp_path))["round"] == 2
     change.change(second)
     with pytest.raises(UserError, match=message):
         train(tmp_path, second, engine)
