@@ -121,7 +121,6 @@ from .state import Weighting as Weighting
 from .state import k_lr_sums as k_lr_sums
 from .watched import Watched as Watched
 from .watched import contents_kept as contents_kept
-from .watched import own_objects as own_objects
 from .weights import constants as constants
 from .weights import digest as digest
 from .weights import load_constants as load_constants

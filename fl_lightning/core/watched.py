@@ -111,6 +111,13 @@ class Watched:
             within = {name for name, held in inside.items() if name in now and not _same(held, now[name])}
             yield from ((owner, name) for name in sorted(set_again | within))
 
+    def added(self) -> Iterator[tuple[object, str]]:
+        """Yields each object with an attribute that it did not have; a property that is cached does not count."""
+        for owner, before, _ in self._before:
+            for name in sorted(vars(owner).keys() - before.keys()):
+                if not isinstance(getattr(type(owner), name, None), cached_property):
+                    yield owner, name
+
     def warn_of_clients(self) -> None:
         """Warns of public attributes that local training has changed."""
         for owner, name in self.changed():

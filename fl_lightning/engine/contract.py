@@ -8,6 +8,7 @@ from functools import cache, wraps
 from inspect import getmembers, isfunction, signature
 from itertools import product
 from typing import Any, get_args, get_origin, get_type_hints
+from warnings import catch_warnings, warn
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from fl_lightning.core import (
     UserError,
     Watched,
     contents_kept,
+    described,
     ensure,
 )
 from fl_lightning.engine.base import Engine
@@ -72,15 +74,40 @@ def dry_step(engine: Engine, server: State, w0: Tensor, classes: int, ctx: Round
     Raises:
         UserError: If a hook returns something else than the base class says, or changes a tensor in place that it gets.
     """
-    objective = engine.objective
-    with contents_kept((objective, objective.optimizer, *objective.all_parts)):
-        return _two_rounds(engine, server, w0, classes, ctx)
+    contract, once = _two_rounds(engine, server, w0, classes, ctx)
+    if once and not w0.is_meta:  # what is the same for another model is a cache
+        with catch_warnings(action="ignore"):
+            _, other = _two_rounds(engine, server.replace(w=server.w / 2), w0 / 2, classes, ctx)
+        for name in (name for name, value in once.items() if described(value) != described(other.get(name))):
+            warn(
+                f"{name} is set once, from what a hook gets in its first round: a resumed run sets it anew; "
+                "declare it in client_state or server_state",
+                stacklevel=2,
+            )
+    return contract
 
 
-def _two_rounds(engine: Engine, server: State, w0: Tensor, classes: int, ctx: RoundContext) -> dict[int, Exchange]:
-    """Does what `dry_step` says."""
-    objective, dry, contract = held(engine.objective), copy(engine), dict[int, Exchange]()
+def _two_rounds(
+    engine: Engine, server: State, w0: Tensor, classes: int, ctx: RoundContext
+) -> tuple[dict[int, Exchange], dict[str, Any]]:
+    """Does what `dry_step` says, and leaves no trace; returns also the attributes that only the first round has set."""
+    real = engine.objective
+    with contents_kept((real, real.optimizer, *real.all_parts)):
+        objective = held(real)
+        begun, added = Watched((objective, objective.optimizer, *objective.all_parts)), list[dict[str, Any]]()
+        contract = dict[int, Exchange]()
+        for shown in _rounds(objective, copy(engine), server, w0, classes, ctx):
+            contract |= shown
+            added.append({f"{type(owner).__name__}.{name}": vars(owner)[name] for owner, name in begun.added()})
+    return contract, {name: value for name, value in added[0].items() if added[1].get(name) is value}
+
+
+def _rounds(
+    objective: LocalObjective, dry: Engine, server: State, w0: Tensor, classes: int, ctx: RoundContext
+) -> Iterator[dict[int, Exchange]]:
+    """Calls the hooks of two rounds; yields what each shows."""
     dry.objective, name, passes = objective, type(objective).__name__, 0
+    contract = dict[int, Exchange]()
     client = State.initial(objective.client_inits(), w0, server.w)
     scratch = State.initial(objective.scratch_inits(), w0, server.w)
     counts = w0.new_ones(classes) if objective.uses_class_counts else None
@@ -126,8 +153,9 @@ def _two_rounds(engine: Engine, server: State, w0: Tensor, classes: int, ctx: Ro
             server = objective.finish_round(server, before, now)
         watched.warn_of_server(numbers=False)
         client = objective.finish_client(client, server)
-    objective.client_model(server.w, client)
-    return contract
+        if phase == phases[-1]:
+            objective.client_model(server.w, client)
+            yield contract
 
 
 def contract_of(objective: LocalObjective, classes: int = 3) -> dict[int, Exchange]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from fl_lightning.core import (
     contents_kept,
     ensure,
     k_lr_sums,
-    own_objects,
     prefixed,
     to_device,
 )
@@ -229,10 +227,10 @@ class RecordedRounds(Rounds):
         """
         columns, t = prefixed("ctx", below("ctx", named)), {"t": named["samples"].new_zeros(Numbers.MOST)}
         server, rows = (prefixed(name, below(name, named)) for name in ("server", "row"))
-        objects = own_objects((self.objective, self.objective.optimizer, *self.objective.all_parts))
+        objects = self.objective, self.objective.optimizer, *self.objective.all_parts
         first = {**server, **rows, "met": named["met"], **columns, **t}
         with contents_kept(objects):  # even a cache may hold what was recorded
-            watched, before = Watched(objects), [{*vars(owner)} for owner in objects]
+            watched = Watched(objects)
             send = stage(self._send, first, ctx)
             sent = self._outputs(send, first)
             finish = stage(self._finish, own := {**sent, **columns, **t}, ctx)
@@ -242,10 +240,7 @@ class RecordedRounds(Rounds):
             of_all = {name: named[name] for name in ("samples", "n_k", "k_lr", "there") if name in named}
             received = prefixed("received", below("received", sent))
             receive = stage(self._receive, {**server, **received, **results, **t, **of_all}, ctx)
-            changed = {name for _, name in watched.changed()}
-            for owner, known in zip(objects, before, strict=True):
-                new = vars(owner).keys() - known
-                changed |= {name for name in new if not isinstance(getattr(type(owner), name, None), cached_property)}
+            changed = {name for _, name in (*watched.changed(), *watched.added())}
         ensure(not changed, f"hooks set {', '.join(sorted(changed))}")
         blocks = prefixed("block", below("block", named))
         return {"send": send, "finish": finish, "receive": receive}, {**sent, **columns, **t, **blocks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,40 @@ def test_nothing_is_left_of_it(tmp_path: Path) -> None:
         train(tmp_path, Keeps(net=net), "sequential", max_rounds=1, callbacks=[look])
     *seen, w = look.seen
     assert seen == [0, 0, 0.0, False] and torch.equal(w, w0) and torch.equal(look.state, drawn)
+
+
+class SetsOnce(FedAvg):
+    """Sets something in the first round, and uses it in all: where training began, or a cache."""
+
+    def __init__(self, where: str, **more: Any) -> None:
+        super().__init__(**more)
+        self.where = where
+
+    def local_start(self, client: State, received: State, ctx: Any) -> Any:
+        if self.where == "client" and not hasattr(self, "began"):
+            self.began = received.w
+        elif self.where == "cache" and not hasattr(self, "began"):
+            self.began = torch.zeros_like(received.w)
+        return received.w, client
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        if self.where == "server" and not hasattr(self, "_began"):
+            self._began = float(server.w.norm())
+        return super().server_step(server, sent, uploads, ctx)
+
+
+@pytest.mark.parametrize("where", ["client", "server", "cache"])
+def test_what_is_set_once_is_a_warning_unless_it_is_a_cache(where: str, tmp_path: Path) -> None:
+    """Else a resumed run sets it anew, in silence: ``hasattr`` looks like a cache."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(tmp_path, SetsOnce(where, net=Small()), "sequential", max_rounds=1)
+    messages = [str(each.message) for each in found if "is set once, from what a hook gets" in str(each.message)]
+    assert [message.split()[0] for message in messages] == {
+        "client": ["SetsOnce.began"],
+        "server": ["SetsOnce._began"],
+        "cache": [],
+    }[where]
 
 
 def test_what_it_shows_by_phase() -> None:
