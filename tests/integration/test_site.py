@@ -24,8 +24,10 @@ const look = page => new Promise(done => {
       frame.width = width;
       await wait();
       const inside = frame.contentDocument, root = inside.documentElement;
+      await inside.fonts.ready;
+      const missing = [...inside.fonts].filter(f => f.status === "error").map(f => f.family + f.style + f.weight);
       const raw = [...inside.querySelectorAll(".arithmatex")].filter(f => !f.querySelector(".katex"));
-      found.push({page, width: root.clientWidth, overflow: root.scrollWidth - root.clientWidth,
+      found.push({page, missing, width: root.clientWidth, overflow: root.scrollWidth - root.clientWidth,
         raw: raw.map(f => f.textContent), errors: [...inside.querySelectorAll(".katex-error")].map(e => e.title),
         formulas: inside.querySelectorAll(".katex").length});
     }
@@ -78,4 +80,5 @@ def test_pages_are_whole_in_a_browser(site: Path) -> None:
     found = json.loads(html.unescape(re.findall("FOUND(.*)END", dom, re.DOTALL)[0]))
     assert len(found) == 2 * len(pages(site)) - 2 and sum(page["formulas"] for page in found) > 400
     assert [page["width"] < 500 for page in found] == [False, True] * (len(found) // 2)
-    assert [page for page in found if page["overflow"] > 0 or page["errors"] or page["raw"]] == []
+    wrong = ("errors", "raw", "missing")
+    assert [page for page in found if page["overflow"] > 0 or any(page[what] for what in wrong)] == []
