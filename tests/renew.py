@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = DOCS / "algorithms"
 Renewal = Callable[[str], str]
-LEDGER = ("agnews", "agnews_lora", "cifar10", "digits", "fashion", "fashion_published")
+LEDGER = ("agnews", "agnews_lora", "cifar10", "digits", "fashion", "fashion_published", "fashion_published_fedgloss")
 """The stores of rows, each with a page in docs/ledger; tests/studies compares them, and the page of claims."""
 
 

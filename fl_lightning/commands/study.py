@@ -14,6 +14,7 @@ from fl_lightning.core import (
     json_text,
     make_folder,
     render,
+    require,
     write_atomically,
 )
 from fl_lightning.results import ROWS, Store, extract, find_runs, located, say, short_path, store_of
@@ -60,6 +61,8 @@ def run(
     new = _beyond(paths, Path(beyond)) if beyond and action in ("check", "page") else None
     chosen = methods.split(",") if methods else None
     if out is not None:
+        is_page = action in ("page", "claims") and Path(out).suffix in (".json", ".png")
+        require(not is_page, "out", out, "what stands beside the page gets this ending; give another one, such as .md")
         check_folder(Path(out) if action in ("extract", "run") else Path(out).parent)
     if action == "run":
         from fl_lightning.commands.shared import build_trial, check_trial

@@ -105,3 +105,10 @@ def test_a_folder_without_permission_is_refused_and_none_is_made(tmp_path: Path)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert [*tmp_path.iterdir()] == [tmp_path / "closed"]
+
+
+@pytest.mark.parametrize("out", ["page.json", "page.png"])
+def test_a_page_is_not_written_over_what_stands_beside_it(out: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"out = .*{out}: what stands beside the page gets this ending; give another"):
+        cli("study", "page", "ledger/agnews", f"--out={tmp_path / out}")
+    assert not [*tmp_path.iterdir()]
