@@ -169,7 +169,12 @@ def refuse_setting(key: str, name: str, value: Any, of: Callable[..., Any]) -> N
     """
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     functions = [vars(c)["__init__"] for c in of.__mro__ if "__init__" in vars(c)] if isinstance(of, type) else [of]
-    taken = [p for function in functions for p in inspect.signature(function).parameters.values() if p.kind in named]
+    taken: list[inspect.Parameter] = []
+    for function in functions:
+        parameters = inspect.signature(function).parameters.values()
+        taken += [p for p in parameters if p.kind in named]
+        if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
+            break  # it hands no further settings on to the base class
     known = sorted({p.name for p in taken} - {"self"})
     near = [SYNONYMS[name]] if key and name in SYNONYMS else [f"{key}.{n}".lstrip(".") for n in similar(name, known)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
@@ -284,7 +289,8 @@ def _classes_of(hint: Any, base: type) -> list[str]:
     classes = sorted(
         (each for each in found if isinstance(each, type)), key=lambda each: each in own
     )  # abstract ones last
-    return [c.__name__ for c in classes if issubclass(c, Checked) or c.__module__ == "torch.nn.modules.loss"]
+    public = (c for c in classes if not c.__name__.startswith("_"))
+    return [c.__name__ for c in public if issubclass(c, Checked) or c.__module__ == "torch.nn.modules.loss"]
 
 
 def _brief(value: Any) -> str:

@@ -114,9 +114,7 @@ def train(
             for error in broken.values():  # a run that cannot begin ends all
                 raise error
             while jobs:
-                # resumed runs may have stopped in different rounds: those furthest behind go first
-                behind = min(run.rounds_done for run in jobs)
-                together = {run: len(jobs[run]) for run in runs if run in jobs and run.rounds_done == behind}
+                together = {run: len(jobs[run]) for run in _together([each for each in runs if each in jobs])}
                 own = _own_numbers(runs)
                 todo = [replace(job, settings=own[run]) for run in together for job in jobs[run]]
                 results = iter(runs[0].engine.train(todo))
@@ -128,6 +126,15 @@ def train(
             _break_off([steps[run] for run in runs], error)
             raise
     return broken
+
+
+def _together(runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs whose clients train at once next: hooks see one round, and one number of rounds.
+
+    Resumed runs may have stopped in different rounds: those furthest behind go first.
+    """
+    first = min((run.rounds_done, run.max_rounds) for run in runs)
+    return [run for run in runs if (run.rounds_done, run.max_rounds) == first]
 
 
 def _own_numbers(runs: Sequence[Run]) -> dict[Run, Mapping[str, float]]:
@@ -202,7 +209,6 @@ def seconds_left(runs: Sequence[Run]) -> float:
 
 
 def _sample(runs: Sequence[Run]) -> list[Job]:
-    """Returns the jobs of this process in the first phase of the next round, of the runs that are furthest behind."""
-    behind = min(run.rounds_done for run in runs)
-    rounds = [Round(run, Cohort.drawn(run, behind)) for run in runs if run.rounds_done == behind]
+    """Returns the jobs of this process in the first phase of the next round, of the runs that train at once next."""
+    rounds = [Round(run, Cohort.drawn(run, run.rounds_done)) for run in _together(runs)]
     return [job for each in rounds for job in Phase(each, each.cohort).send()]

@@ -28,8 +28,11 @@ from fl_lightning import (
     FedGMT,
     FedTOGA,
     FlatnessMonitor,
+    Frozen,
+    Krum,
     LambdaMax,
     LoRA,
+    TorchOptimizer,
     UserError,
 )
 from fl_lightning.trainer.callbacks import Callback
@@ -67,6 +70,12 @@ def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
         (lambda: trainer(lr=0.1), "trainer.lr = 0.1: no such setting; did you mean model.optimizer.lr?"),
         (lambda: FedAvg(DigitsMLP(), lr=0.1), "model.lr = 0.1: no such setting; did you mean model.optimizer.lr?"),
         (lambda: Digits(clients=9), "data.clients = 9: no such setting; did you mean data.num_clients?"),
+        (lambda: Krum(keep=3), "trainer.aggregation.keep = 3: no such setting; choose from share"),  # type: ignore[call-arg]
+        (
+            lambda: TorchOptimizer("RMSprop", state="keep"),  # type: ignore[call-arg]
+            "model.optimizer.state = keep: no such setting; choose from clip, lr, lr_decay, name, options, schedule",
+        ),
+        (lambda: Frozen(["a.weight"]), "model.net.net = ['a.weight']: give torch.nn.Module, such as "),  # type: ignore
         (
             lambda: Arrays(client_arrays=[np.ones(3)], test=(np.ones(3), np.ones(3))),
             "client_arrays: give a list of pairs (x, y), one for each client",
@@ -128,6 +137,7 @@ def test_slips_in_python(call: Callable[[], object], message: str) -> None:
     with pytest.raises(UserError) as error:
         call()
     assert str(error.value).startswith(message)  # the class that is named as an example is any that was imported
+    assert "such as _" not in str(error.value)
 
 
 def test_a_metric_by_a_name_that_is_like_it() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
 
 from fl_lightning import (
     SAM,
@@ -27,6 +28,7 @@ from fl_lightning import (
     UserError,
     algorithms,
 )
+from fl_lightning.core import ClientContext, State
 from fl_lightning.engine import replay
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.run import Run
@@ -95,6 +97,29 @@ def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
     parallel_runs.fit(together, objectives, data())
     for seed, trainer in enumerate(alone):
         trainer.fit(model(seed, make=make), data())
+    assert_equal(together, alone)
+
+
+class LateHalf(algorithms.FedAvg):
+    """From half of all rounds on it trains with half of the gradient."""
+
+    def local_gradient(self, w: Tensor, grad: Any, client: State, received: State, ctx: ClientContext) -> Tensor:
+        g = super().local_gradient(w, grad, client, received, ctx)
+        return g / 2 if 2 * ctx.t >= ctx.rounds else g
+
+
+@pytest.mark.parametrize("make", [LateHalf, algorithms.FedScar])
+def test_runs_of_different_length(make: Any, tmp_path: Path) -> None:
+    """Hooks see the number of rounds of their own run."""
+
+    def objective(seed: int) -> LocalObjective:
+        torch.manual_seed(seed)
+        return make(DigitsMLP(hidden=8))  # type: ignore[no-any-return]
+
+    together, alone = ([run(tmp_path / where, t, "batched", max_rounds=t) for t in (2, 4)] for where in "ab")
+    parallel_runs.fit(together, [objective(trainer.seed) for trainer in together], data())
+    for trainer in alone:
+        trainer.fit(objective(trainer.seed), data())
     assert_equal(together, alone)
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import fl_lightning as fl
-from fl_lightning import Arrays, Callback, FedAvg, FederatedTrainer, FedSAM, Part, UserError
+from fl_lightning import Arrays, Callback, FedAvg, FederatedTrainer, FedSAM, Measure, Part, UserError
 from fl_lightning.core import State
 from fl_lightning.results.compare import compare
 from fl_lightning.trainer import parallel_runs
+from fl_lightning.trainer.measurements import Measurement, MeasurementContext
 from fl_lightning.trainer.run import Run
+from tests.runs import measurements
 
 D, CLASSES = 5, 3
 
@@ -370,3 +372,18 @@ def test_parallel_runs_have_one_precision(tmp_path: Path) -> None:
     trainers = [trainer(tmp_path, seed=i, name=f"r{i}", precision=p) for i, p in enumerate(("64-true", "32-true"))]
     with pytest.raises(UserError, match=r"trainer\.precision: parallel runs must have the same"):
         parallel_runs.fit(trainers, [FedAvg(net()) for _ in range(2)], data())
+
+
+class NormAsTensor(Measure):
+    """Its numbers are as torch returns them."""
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        norm = context.model.norm()
+        return [Measurement(name="norm", value=norm, error=norm / 10)]  # type: ignore[arg-type]
+
+
+def test_a_measure_may_return_tensors(tmp_path: Path) -> None:
+    run = fit(FedAvg(net()), tmp_path, fl.FlatnessMonitor(metrics=[NormAsTensor()]), max_rounds=1)
+    (found,) = measurements(run.folder.path / "flatness.jsonl")
+    assert found["value"] == run.metrics["flatness/norm"] == float(run.global_model.norm())
+    assert found["error"] == pytest.approx(found["value"] / 10)

@@ -24,7 +24,7 @@ Clients = Literal["cohort", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One number and its protocol.
+    """One number and its protocol. Its numbers may be given as tensors of one value.
 
     Attributes:
         name: Name of the number; one without a slash is a measure of flatness.
@@ -49,6 +49,11 @@ class Measurement:
     iterations: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("value", "residual", "error"):
+            if isinstance(number := getattr(self, name), Tensor):  # such as the loss of an own measure
+                object.__setattr__(self, name, float(number))
 
     @property
     def metric(self) -> str:
