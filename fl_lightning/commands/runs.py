@@ -5,7 +5,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 
 from rich.console import Console
 from rich.live import Live
@@ -16,14 +15,13 @@ from fl_lightning.core import UserError, ensure, read_json
 from fl_lightning.results import (
     SUMMARY,
     config_of,
-    console,
+    filled,
     read_run,
     rounds_done,
     say,
     short_path,
     show_table,
     summarise,
-    visible,
     window,
 )
 from fl_lightning.trainer.storage.run_folder import in_use
@@ -126,22 +124,20 @@ def _listed(folder: Path) -> Listed:
 
 
 def _table(found: list[Listed]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0))
     lasts = [each.last for each in found if each.last]
     heads = ("run", "state", "rounds", window(lasts) if lasts else "headline", "minutes", "MB")
-    for head in heads:
-        table.add_column(
-            head, justify="left" if head in ("run", "state") else "right", overflow="fold", no_wrap=head != "run"
-        )
-    rows = [[each.state, each.rounds, each.headline, each.minutes, f"{each.size / 1e6:.1f}"] for each in found]
-    others = [max(head.split(), key=len) for head in heads[1:]], *rows
-    room = console().width - sum(max(map(len, column)) + 1 for column in zip(*others, strict=True)) - 1
-    for each, row in zip(found, rows, strict=True):  # a long path is broken after a slash
-        name = fill(
-            short_path(each.folder).replace("/", "/ "), max(room, 20), break_long_words=False, break_on_hyphens=False
-        )
-        table.add_row(escape(visible(name.replace("/ ", "/"))), *row)
-    return table
+    rows = [
+        [
+            escape(short_path(each.folder)),
+            each.state,
+            each.rounds,
+            each.headline,
+            each.minutes,
+            f"{each.size / 1e6:.1f}",
+        ]
+        for each in found
+    ]
+    return filled(heads, rows, left=2, box=None, padding=(0, 1, 0, 0))
 
 
 def _delete(found: list[Listed], yes: bool) -> None:
