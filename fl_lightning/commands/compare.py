@@ -41,7 +41,7 @@ def run(
         names: Names of the rows in their order, for table and figures, such as Ours,FedSAM; the numbers that were set
             differently stand beside them; null: the settings that differ.
         out: Folder for compare.csv, compare.tex, and curves as PDF, PNG and CSV, and the pivot with its
-            heat map, importances with parallel coordinates; null: only the table is printed.
+            heat map, importances with the metric by each setting; null: only the table is printed.
     """
     if out is not None:
         check_folder(out)
@@ -81,7 +81,7 @@ def run(
             **table.table_files(groups, shown),
             **curve_files({group.name: group.metrics for group in groups}),
             **({} if pivoted is None else pivoted.files()),
-            **({} if settings is None else {**settings.files(), **figure_files(settings.plot(), "parallel")}),
+            **({} if settings is None else {**settings.files(), **figure_files(settings.plot(), "settings")}),
         }
         folder = make_folder(out)
         write_together({folder / name: content for name, content in files.items()})
