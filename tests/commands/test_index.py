@@ -163,12 +163,12 @@ def test_a_right_value_passes(value: str) -> None:
         ("--model.optimizer Adam", "did you mean AdamW? An optimizer of torch.optim goes by TorchOptimizer, as in "),
         (
             "--model.optimizer RMSprop",
-            "goes by TorchOptimizer, as in --model.optimizer TorchOptimizer --model.optimizer.name RMSprop",
+            "goes by TorchOptimizer, as in --model.optimizer TorchOptimizer --model.optimizer.name Adam",
         ),
         (
             "--data FashionMNIST",
             "did you mean FEMNIST? Another data set of torchvision goes by TorchvisionData, as in "
-            "--data TorchvisionData --data.name FashionMNIST",
+            "--data TorchvisionData --data.name MNIST",
         ),
         ("--data Mnist", "as in --data TorchvisionData --data.name MNIST"),
         ("--ckpt_path none/last.ckpt", "ckpt_path = none/last.ckpt: no such file; give a checkpoint file"),

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +155,6 @@ FOREIGN = {
     "--trainer.loggers+=lightning.pytorch.loggers.CometLogger",
 }
 """How classes of other packages are named, by the key of the setting."""
-WHERE = {
-    "data": ("torchvision", "datasets", "MNIST", "TorchvisionData"),
-    "model.optimizer": ("torch", "optim", "Adam", "TorchOptimizer"),
-}
-"""Packages and modules whose classes `FOREIGN` tells how to give, the one that it has as an example, and our class."""
 MOST = 300
 """Letters of the parser's own words that a message shows."""
 
@@ -265,13 +259,8 @@ def unknown_class(path: str, name: str, wanted: str) -> str:
     near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     remedy = FOREIGN.get(path, "A class of your own goes by its dotted path")
-    if path in WHERE:
-        package, module, example, ours = WHERE[path]
-        if ours not in known:  # as in FedAdamW, whose optimizer is AdamW or below it
-            return f"{path} = {name}: no such class; {choice.strip('.')}"
-        home = find_spec(package)  # read and not imported, which takes seconds
-        text = Path(home.origin).with_name(module).joinpath("__init__.py").read_text() if home and home.origin else ""
-        remedy = remedy.replace(example, name) if re.search(rf"\b{re.escape(name)}\b", text) else remedy
+    if path == "model.optimizer" and "TorchOptimizer" not in known:  # as in FedAdamW, which takes AdamW or below it
+        return f"{path} = {name}: no such class; {choice.strip('.')}"
     return f"{path} = {name or repr('')}: no such class; {choice} {remedy[:1].upper()}{remedy[1:]}"
 
 
