@@ -61,8 +61,7 @@ def index() -> Any:
         ``commands``: of each subcommand its ``options`` but those of the trainer, its number of positional arguments,
         ``places``, whether its arguments are ``complete`` settings of one run, and its ``help`` as places in ``texts``.
         An option or setting has, if any, the package's ``classes`` of its type, ``open`` if the type has others, too,
-        its ``choices``, ``list`` if it is one, argparse's ``nargs``, and its ``type``, as Python writes it, if that has
-        numbers, truth values, choices and null alone.
+        its ``choices``, ``list`` if it is one, and argparse's ``nargs``.
     """
     return json.loads(FILE.read_text(encoding="utf-8"))
 
