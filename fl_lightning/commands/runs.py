@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -15,6 +14,7 @@ from fl_lightning.core import UserError, ensure, read_json
 from fl_lightning.results import (
     SUMMARY,
     config_of,
+    console,
     filled,
     read_run,
     rounds_done,
@@ -72,18 +72,12 @@ def run(folders: list[str] | None = None, /, follow: bool = False, delete: bool 
     ensure(bool(found), f"folders = {' '.join(given)}: no run there; give another folder")
     if delete:
         _delete(found, yes)
-    elif follow and sys.stdout.isatty():
-        with Live(_table(found), console=Console()) as live:
+    elif follow:
+        with Live(_table(found), console=console()) as live:  # in a file or pipe, it shows the last table alone
             while any(each.state == "running" for each in found):
                 time.sleep(SECONDS)
                 live.update(_table(found := find(given)))
     else:
-        while follow and any(each.state == "running" for each in found):
-            for each in found:
-                line = f"{short_path(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}"
-                say(line.rstrip(), flush=True)
-            time.sleep(SECONDS)
-            found = find(given)
         show_table(_table(found))
 
 
