@@ -32,10 +32,8 @@ def _description(name: str) -> str:
 def algorithms() -> None:
     """Prints the algorithms as a table."""
     found = index.index()["algorithms"]
-    for columns, text in (((0, 1, 6, 7, 8), 24), ((0, 2, 3, 4, 5), 14)):  # one table is too wide
-        heads, *rows = [[row[i] for i in columns] for row in (found["heads"], *found["rows"])]
-        show_table(filled(heads, rows, len(heads), box=None), text=text)
-        print()
+    show_table(filled(found["heads"], found["rows"], len(found["heads"]), box=None))
+    print()
     note = f"{found['note']} `ascent`, `server_update` and `averaging` combine with all that have none of their own."
     console().print(note, markup=False, highlight=False)
 
