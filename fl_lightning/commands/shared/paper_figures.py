@@ -81,10 +81,8 @@ def panels(made: Made) -> dict[str, dict[str, Sequence[Path]]]:
     places, rows = differing([column(task.cells[0]) for task in made]), [task.cells[0].algorithm for task in made]
     if len({*rows}) == 1 and any(places):
         places, rows = [""] * len(rows), places
-    found: dict[str, dict[str, Sequence[Path]]] = {}
-    for place, row, runs in zip(places, rows, made.values(), strict=True):
-        found.setdefault(place, {})[row] = runs
-    return found
+    of_place = grouped(zip(places, zip(rows, made.values(), strict=True), strict=True))
+    return {place: dict(runs) for place, runs in of_place.items()}
 
 
 def differing(texts: Sequence[str]) -> list[str]:
@@ -140,10 +138,8 @@ def _bars(figure: PaperFigure, made: Made, folder: Path) -> Figure:
     places, rows = differing([column(task.cells[0]) for task in made]), [task.cells[0].algorithm for task in made]
     if len({*places}) < len({*rows}):
         places, rows = rows, places
-    bars: dict[str, dict[str, list[float]]] = {}
-    for place, row, values in zip(places, rows, numbers.values(), strict=True):
-        bars.setdefault(row, {})[place] = values
-    return plot_bars(bars, _title(figure))
+    of_row = grouped(zip(rows, zip(places, numbers.values(), strict=True), strict=True))
+    return plot_bars({row: dict(bars) for row, bars in of_row.items()}, _title(figure))
 
 
 def _lines(figure: PaperFigure, made: Made, folder: Path) -> Figure:
