@@ -35,7 +35,17 @@ from fl_lightning.core import (
     save_figure,
 )
 from fl_lightning.data.histogram import Histogram, heat_maps, histogram
-from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say, show_table
+from fl_lightning.results import (
+    PaperFigure,
+    command,
+    figure,
+    filled,
+    read_run,
+    rounds_done,
+    say,
+    setting_of,
+    show_table,
+)
 from fl_lightning.sweeps.reproduction import (
     Task,
     column,
@@ -49,7 +59,6 @@ from fl_lightning.sweeps.reproduction import (
     select,
     table_of,
     tasks,
-    value,
     why_not,
     write_lines,
 )
@@ -316,7 +325,7 @@ def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:
             cli.parse_arguments(cli.parser, args)
             configs[key] = cli.resolved()
         config = configs[key]
-        downloads = how.dry_run and value(config, "model.net.pretrained") == "torchvision"
+        downloads = how.dry_run and setting_of(config, "model.net.pretrained") == "torchvision"
         given = ("--model.net.pretrained=null", *how.settings) if downloads else how.settings
         trials, (built, *_) = (task.trials(config, how.fraction, how.seeds, more) for more in (how.settings, given))
         keys = {part: (part, said_of(prepare(built.args), part)) for part in PARTS}

@@ -16,7 +16,7 @@ from .configs import is_private as is_private
 from .configs import load_yaml as load_yaml
 from .configs import only_python as only_python
 from .configs import read_config as read_config
-from .configs import short_names as short_names
+from .configs import setting_of as setting_of
 from .curves import CLEAN as CLEAN
 from .curves import Accuracy as Accuracy
 from .curves import curve_files as curve_files

@@ -16,7 +16,7 @@ from jsonargparse import get_loader
 
 from fl_lightning.commands.shared.index import PARTS, first_of, fitting_classes, unknown_class
 from fl_lightning.core import UserError, ensure, require
-from fl_lightning.results import ONLY_PYTHON, NoValueError, load_yaml, only_python, read_config
+from fl_lightning.results import ONLY_PYTHON, NoValueError, load_yaml, only_python, read_config, setting_of
 from fl_lightning.trainer import RunFolder
 
 SETTINGS = (*PARTS, "config")
@@ -202,10 +202,7 @@ def _appended_once(config: Mapping[str, Any], args: Sequence[str]) -> list[str]:
             again.setdefault(key, []).extend(map(_class_or_value, given if isinstance(given, list) else [given]))
     found = []
     for key, names in again.items():
-        listed: Any = config
-        for part in key.removeprefix("--").split("."):
-            own = listed.get("init_args", listed) if isinstance(listed, Mapping) else {}
-            listed = own.get(part) if isinstance(own, Mapping) else None
+        listed = setting_of(config, key.removeprefix("--"))
         kept = [each for each in listed or () if _class_or_value(each) not in names]
         if isinstance(listed, list) and len(kept) < len(listed):
             found.append(f"{key}={json.dumps(kept)}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import OF_LIGHTNING, SYNONYMS, callback_of_lightning, folded, require, similar
+from fl_lightning.results.configs import flatten
 
 FILE = Path(__file__).with_name("index.json")
 PARTS = ("trainer", "model", "data")
@@ -132,16 +133,9 @@ def fitting_classes(path: str, bases: Collection[str]) -> list[str]:
     return [name for name in below if name in own] or below or own
 
 
-def named_classes(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    """Returns the names of the classes of a config, or of the ``init_args`` at a key, by their key."""
-    found = {}
-    for name, value in config.items():
-        key, inner = f"{above}{name}", value if isinstance(value, Mapping) else {"class_path": value}
-        if isinstance(path := inner.get("class_path"), str):
-            found[key] = path.rpartition(".")[2]
-        settings = inner.get("init_args", value if name == "trainer" else None)
-        found |= named_classes(settings, f"{key}.") if isinstance(settings, Mapping) else {}
-    return found
+def named_classes(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the names of the classes of a config by their key, and among them the texts of other settings."""
+    return {key: text.rpartition(".")[2] for key, text in flatten(config).items()}
 
 
 FOREIGN = {

@@ -25,10 +25,11 @@ from fl_lightning.results import (
     plot_lines,
     read_run,
     say,
+    setting_of,
     summarise,
     write_table,
 )
-from fl_lightning.sweeps.reproduction import Task, column, value
+from fl_lightning.sweeps.reproduction import Task, column
 from fl_lightning.trainer import RunFolder
 
 Made = Mapping[Task, Sequence[Path]]
@@ -222,7 +223,7 @@ def _corruptions(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Fig
     found = {}
     for label, (run, *_) in runs.items():
         config = config_of(run)
-        kind, data = value(config, "data.class_path").rpartition(".")[2], value(config, "data.data_dir")
+        kind, data = setting_of(config, "data.class_path").rpartition(".")[2], setting_of(config, "data.data_dir")
         files = Path(data or "data") / f"{kind.replace('CIFAR', 'CIFAR-')}-C"
         if not (out := run / "corruptions" / "corruptions.csv").is_file():
             given = (f"--folder={files}", f"--ckpt_path={RunFolder(run).last}", f"--out={out.parent}")
