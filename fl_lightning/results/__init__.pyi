@@ -85,7 +85,6 @@ from .terminal import fitting as fitting
 from .terminal import say as say
 from .terminal import short_path as short_path
 from .terminal import show_table as show_table
-from .terminal import visible as visible
 from .terminal import write_new as write_new
 from .varied import LEAST as LEAST
 from .varied import tried as tried
