@@ -4,7 +4,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -385,5 +384,4 @@ def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
     def place(line: Line) -> str:
         return ", with ".join(filter(None, (column(line.cell), line.settings)))
 
-    names = list(dict.fromkeys(map(place, lines)))
-    return [(name, list(group)) for name, group in groupby(sorted(lines, key=lambda x: names.index(place(x))), place)]
+    return list(grouped((place(line), line) for line in lines).items())
