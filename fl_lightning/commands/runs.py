@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 
 from fl_lightning.core import UserError, ensure, read_json
 from fl_lightning.results import (
@@ -16,11 +16,11 @@ from fl_lightning.results import (
     config_of,
     console,
     filled,
+    fitting,
     read_run,
     rounds_done,
     say,
     short_path,
-    show_table,
     summarise,
     window,
 )
@@ -78,7 +78,7 @@ def run(folders: list[str] | None = None, /, follow: bool = False, delete: bool 
                 time.sleep(SECONDS)
                 live.update(_table(found := find(given)))
     else:
-        show_table(_table(found))
+        console().print(_table(found))
 
 
 def find(folders: list[str]) -> list[Listed]:
@@ -117,7 +117,7 @@ def _listed(folder: Path) -> Listed:
     )  # fmt: skip
 
 
-def _table(found: list[Listed]) -> Table:
+def _table(found: list[Listed]) -> Group:
     lasts = [each.last for each in found if each.last]
     heads = ("run", "state", "rounds", window(lasts) if lasts else "headline", "minutes", "MB")
     rows = [
@@ -131,14 +131,14 @@ def _table(found: list[Listed]) -> Table:
         ]
         for each in found
     ]
-    return filled(heads, rows, left=2, box=None, padding=(0, 1, 0, 0))
+    return Group(*fitting(filled(heads, rows, left=2, box=None, padding=(0, 1, 0, 0)), console().width))
 
 
 def _delete(found: list[Listed], yes: bool) -> None:
     """Removes run folders, and the folders right above them that are empty then."""
     busy = [each for each in found if each.state == "running"]
     ensure(not busy, f"delete: {', '.join(short_path(each.folder) for each in busy)}: trains; end it, or leave it out")
-    show_table(_table(found))
+    console().print(_table(found))
     if not yes:
         ensure(sys.stdin.isatty(), "delete: nobody can be asked; give --yes")
         if input(f"delete {len(found)} runs? [y/N] ").strip().lower() not in ("y", "yes"):
