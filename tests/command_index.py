@@ -24,7 +24,6 @@ from fl_lightning.commands.main import command_of
 from fl_lightning.commands.shared.cli import FederatedParser
 from fl_lightning.commands.shared.index import FILE, PARTS
 from fl_lightning.commands.shared.parser import Command
-from fl_lightning.core.forms import UNIONS, Interval
 from fl_lightning.core.options import Checked
 from fl_lightning.trainer.trainer import FederatedTrainer
 from tests.catalogue import HEADS, WIRE, entries
@@ -88,24 +87,10 @@ def of_action(action: Any) -> dict[str, Any]:
         "classes": [*dict.fromkeys(kind.__name__ for kind in kinds)],
         "open": bool(kinds) and len(kinds) < len(leaves),
         "choices": [str(value) for value in values] + ["true", "false"] * (bool in leaves),
-        "type": simple(getattr(action, "_typehint", None)),
         "nargs": action.nargs,
         "list": len(action.option_strings) == 2 and action.option_strings[1].endswith("+"),
     }
     return {name: value for name, value in found.items() if value not in ([], None, False)}
-
-
-def simple(hint: Any) -> str | None:
-    """A type as Python writes it, if it has numbers, truth values, choices and null alone; else None."""
-    kind, args = get_origin(hint) or hint, get_args(hint)
-    if kind is Annotated and isinstance(args[1], Interval) and (number := simple(args[0])):
-        return f"Annotated[{number}, Interval({args[1].text!r})]"
-    if kind in UNIONS:
-        kinds = [simple(each) for each in args]
-        return None if None in kinds else " | ".join(map(str, kinds))
-    if kind is Literal:
-        return f"Literal{[*args]}"
-    return {int: "int", float: "float", bool: "bool", NoneType: "None"}.get(kind)
 
 
 def parts(hint: Any) -> Iterator[Any]:

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from rich.cells import cell_len
 from rich.markup import escape
 
 from fl_lightning.core import check_folder, figure_files, make_folder, require, write_together
-from fl_lightning.results import compare, console, curve_files, filled, say, short_path, show_table, table, varied
+from fl_lightning.results import compare, curve_files, filled, say, short_path, show_table, table, varied
 
 BEST = table.Markup(best="[bold]{}[/]")
 
@@ -42,7 +41,7 @@ def run(
         names: Names of the rows in their order, for table and figures, such as Ours,FedSAM; the numbers that were set
             differently stand beside them; null: the settings that differ.
         out: Folder for compare.csv, compare.tex, and curves as PDF, PNG and CSV, and the pivot with its
-            heat map, importances with parallel coordinates; null: only the table is printed.
+            heat map, importances with the metric by each setting; null: only the table is printed.
     """
     if out is not None:
         check_folder(out)
@@ -55,32 +54,18 @@ def run(
         shown = [known[name] for name in wanted]
     keys = [*map(escape, table.names(groups))]
     labels = [[*map(escape, table.label(group))] for group in groups]
-    least = sum(max(map(cell_len, column)) + 3 for column in zip(keys, *labels, strict=True))
-    numbered = len(keys) > 1 and least > console().width / 2  # the names stand in the first table alone
     pivoted = None if pivot is None else varied.pivot(groups, pivot)
     settings = varied.tried(groups) if importance else None
     rounds = ", ".join(f"{n:,}" for n in sorted({run.rounds for group in groups for run in group.runs}))
     for name, title in {**table.TABLES, "results": f"{groups[0].runs[0].metric} of {rounds} rounds"}.items():
         chosen = [column for column in shown if column.table == name]
         if chosen and pivoted is None and settings is None:
-            named = not numbered or name == "results"
-            heads = [
-                *(["#"] if numbered else []),
-                *(keys if named else []),
-                "seeds",
-                *(column.head for column in chosen),
-            ]
+            heads = [*keys, "seeds", *(column.head for column in chosen)]
             lines = [
-                [
-                    *([str(i)] if numbered else []),
-                    *(group_label if named else []),
-                    str(len(group.runs)),
-                    *(table.cell(group, column, groups, BEST) for column in chosen),
-                ]
-                for i, (group, group_label) in enumerate(zip(groups, labels, strict=True), 1)
+                [*own, str(len(group.runs)), *(table.cell(group, column, groups, BEST) for column in chosen)]
+                for group, own in zip(groups, labels, strict=True)
             ]
-            left = numbered + named * len(keys)
-            show_table(filled(heads, lines, left, title=title), 1 if numbered else left)
+            show_table(filled(heads, lines, len(keys), title=title), len(keys))
     if pivoted is not None:
         rows = [[escape(row), *means] for row, *means in pivoted.text(BEST)]
         show_table(filled([*map(escape, pivoted.heads)], rows, title=pivoted.title))
@@ -96,7 +81,7 @@ def run(
             **table.table_files(groups, shown),
             **curve_files({group.name: group.metrics for group in groups}),
             **({} if pivoted is None else pivoted.files()),
-            **({} if settings is None else {**settings.files(), **figure_files(settings.plot(), "parallel")}),
+            **({} if settings is None else {**settings.files(), **figure_files(settings.plot(), "settings")}),
         }
         folder = make_folder(out)
         write_together({folder / name: content for name, content in files.items()})

@@ -4,30 +4,22 @@ import shlex
 from itertools import takewhile
 from pathlib import Path
 
-from rich.table import Column, Table
-from rich.text import Text
-
 from fl_lightning.commands.shared import config_names, configs_folder, index
 from fl_lightning.core import require
 from fl_lightning.results import console, filled, say, show_table, write_new
 
 
 def run(folder: str = "") -> None:
-    """Prints name and description of every config; into a pipe, each in one line.
+    """Prints name and description of every config, each in one line.
 
     Args:
         folder: Only those below this folder, such as experiment/fedgloss.
     """
     texts = {name: _description(name) for name in config_names() if name.startswith(folder)}
     require(bool(texts), "folder", folder, "no config there; leave it out to see all")
-    screen, width = console(), max(map(len, texts), default=0)
-    table = Table.grid(Column(no_wrap=True, overflow="fold"), "", padding=(0, 2))
+    width = max(map(len, texts))
     for name, text in texts.items():
-        table.add_row(name, Text(text))
-        if not screen.is_terminal:
-            print(f"{name:{width}}  {text}".rstrip())
-    if screen.is_terminal:
-        screen.print(table)
+        say(f"{name:{width}}  {text}".rstrip())
 
 
 def _description(name: str) -> str:
@@ -40,10 +32,8 @@ def _description(name: str) -> str:
 def algorithms() -> None:
     """Prints the algorithms as a table."""
     found = index.index()["algorithms"]
-    for columns, text in (((0, 1, 6, 7, 8), 24), ((0, 2, 3, 4, 5), 14)):  # one table is too wide
-        heads, *rows = [[row[i] for i in columns] for row in (found["heads"], *found["rows"])]
-        show_table(filled(heads, rows, len(heads), box=None), text=text)
-        print()
+    show_table(filled(found["heads"], found["rows"], len(found["heads"]), box=None))
+    print()
     note = f"{found['note']} `ascent`, `server_update` and `averaging` combine with all that have none of their own."
     console().print(note, markup=False, highlight=False)
 

@@ -75,7 +75,7 @@ def run(
     sweep = settings if len(settings.settings) > 2 and len(settings.values) >= LEAST else None
     with drawing():
         drawings = draw(files, shown)
-        drawings["sweep"] = [("Settings and metric of each config", "parallel", sweep.plot())] if sweep else []
+        drawings["sweep"] = [("Metric of each config by setting", "settings", sweep.plot())] if sweep else []
         text = report_page(
             files,
             shown,

@@ -1,19 +1,17 @@
 """``fl-lightning reproduce``: a paper's table as runs, with our numbers beside the paper's; or a figure, drawn."""
 
-import copy
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any
 
 from jsonargparse import Namespace
 from torch.nn import Module
 
-from fl_lightning import LocalObjective
+from fl_lightning import FederatedDataModule, LocalObjective
 from fl_lightning.commands.shared import (
     PARTS,
     FederatedCLI,
@@ -37,8 +35,17 @@ from fl_lightning.core import (
     save_figure,
 )
 from fl_lightning.data.histogram import Histogram, heat_maps, histogram
-from fl_lightning.engine import contract_of
-from fl_lightning.results import PaperFigure, command, figure, filled, read_run, rounds_done, say, show_table
+from fl_lightning.results import (
+    PaperFigure,
+    command,
+    figure,
+    filled,
+    read_run,
+    rounds_done,
+    say,
+    setting_of,
+    show_table,
+)
 from fl_lightning.sweeps.reproduction import (
     Task,
     column,
@@ -52,15 +59,10 @@ from fl_lightning.sweeps.reproduction import (
     select,
     table_of,
     tasks,
-    value,
     why_not,
     write_lines,
 )
 from fl_lightning.sweeps.trials import Outcome, Trial, complain, newest_run, outcome, run_trials
-from fl_lightning.trainer.participation.samplers import UniformSampler
-
-STEPS = 2
-"""Local steps of a client in the rounds that are measured for the estimate."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,6 @@ class _How:
     fraction: float
     jobs: int
     dry_run: bool
-    measure: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,32 +96,15 @@ class Planned:
         trainer, m = self.made.trainer, self.made.data.num_clients
         return m if self.task.recipe.command == "centralized" else len(trainer.sampler(0, m, trainer.seed))
 
-    def measure(self) -> prediction.Measured:
-        """Measures a few rounds of a few local steps; the data are loaded."""
-        trainer = copy.copy(self.made.trainer)
-        trainer.local_steps = STEPS
-        if self.task.recipe.command == "centralized":
-            trainer.sampler = UniformSampler(self.made.data.num_clients)
-        return prediction.measure(trainer, self.made.model, self.made.data)
-
-    def seconds(self, like: "Planned", measured: prediction.Measured | prediction.Step) -> float:
+    def seconds(self, data: FederatedDataModule, step: prediction.Step) -> float:
         """Estimates the seconds of a run.
 
         Args:
-            like: The task that was measured, which has the same data set and network; its data are set up.
-            measured: Its measurement.
+            data: The data of a task with the same data set and network, set up; here they are divided otherwise.
+            step: A step on these data.
         """
-        trainer, model, m = self.made.trainer, self.made.model, self.made.data.num_clients
-        data, fixed = like.made.data, trainer.local_steps  # the samples are the same, only divided otherwise
-        if isinstance(measured, prediction.Step):
-            return measured.run(trainer, model, data, self.cohort * data.num_clients / m)
-        steps = fixed or fmean(
-            data.batches_per_client(k, trainer.local_epochs, None) * data.num_clients / m
-            for k in range(data.num_clients)
-        )
-        one, other = (x.phases * sum(contract_of(x)[0].passes) for x in (model, like.made.model))
-        parts = measured.parts(trainer, trainer.max_rounds, [[1] * self.cohort], passes=steps * one / other)
-        return sum(times * each for times, each in parts.values())
+        made = self.made
+        return step.run(made.trainer, made.model, data, self.cohort * data.num_clients / made.data.num_clients)
 
     @property
     def rows(self) -> int:
@@ -153,7 +137,6 @@ def run(
     rounds: float = 1.0,
     jobs: PositiveInt = 1,
     dry_run: bool = False,
-    measure: bool = False,
     out: str | None = None,
     points: Annotated[int, Interval("[3, 1e4]")] | None = None,
 ) -> None:
@@ -172,11 +155,10 @@ def run(
         rounds: Fraction of the paper's rounds.
         jobs: Runs at the same time.
         dry_run: Show the runs and what they take, and make none.
-        measure: Measure a few rounds for what they take, with flatness and logs, in place of one step.
         out: Folder of the runs and of table.csv, table.tex and table.md, or of the figure; null: one in runs/reproduce.
         points: Points along each axis of a figure's loss landscape; null: the paper's, or those of ``landscape``.
     """
-    how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run, measure), paper.casefold()
+    how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run), paper.casefold()
     share = "" if rounds == 1 else f"_{rounds:g}"
     if number := re.fullmatch(r"fig(?:ure)?[. _]*(\d+[a-z]?)", table.lower()):
         ensure(not rows and not columns, f"table = {table}: a figure has rows and columns of its own; leave them out")
@@ -278,7 +260,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
         planned: For each task, the folders of its runs that have not ended; None for those that have not begun.
         how: How they are made.
     """
-    measured: dict[tuple[str, str], tuple[Planned, prediction.Measured | prediction.Step] | None] = {}
+    measured: dict[tuple[str, str], tuple[FederatedDataModule, prediction.Step] | None] = {}
     seconds, rows, memory = list[float](), [], 0
     for each, folders in planned.items():
         cell = each.task.cells[0]
@@ -286,12 +268,11 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
             measured[kind] = _measured(each, how)
         if (found := measured[kind]) is None:
             continue
-        one, whole = each.seconds(*found), each.made.trainer.max_rounds
+        data, step = found
+        one, whole = each.seconds(data, step), each.made.trainer.max_rounds
         left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
         seconds += left
-        memory = max(
-            memory, found[1].memory + each.rows + (each.samples if isinstance(found[1], prediction.Step) else 0)
-        )
+        memory = max(memory, step.memory + each.rows + each.samples)
         rows.append(
             [
                 cell.algorithm,
@@ -313,27 +294,21 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) 
     )
 
 
-def _measured(planned: Planned, how: _How) -> tuple[Planned, prediction.Measured | prediction.Step] | None:
-    """Measures a step, or a few rounds; a dry run does without files, and returns None if it knows no shape."""
-    cell, data, missing = planned.task.cells[0], planned.made.data, None
-    try:
-        if not how.dry_run:
-            data.prepare_data()
-            data.setup()
-        elif how.measure:
-            data, missing = prediction.data_or_like(data)
-        else:
+def _measured(planned: Planned, how: _How) -> tuple[FederatedDataModule, prediction.Step] | None:
+    """Measures a step; a dry run does without files, and returns None if it knows no shape."""
+    cell, made = planned.task.cells[0], planned.made
+    data = made.data
+    if how.dry_run:
+        try:
             data = prediction.data_like(data)
-    except UserError as error:
-        if not how.dry_run:
-            raise
-        say(f"no estimate for {cell.dataset}: {error}")
-        return None
-    if missing is not None:
-        say(f"measured on random samples of the same shape: {missing}")
-    say(f"measuring {'a few rounds' if how.measure else 'a step'}: {cell.dataset}, {cell.model}", flush=True)
-    like = replace(planned, made=Namespace(**{**vars(planned.made), "data": data}))  # type: ignore[no-untyped-call]
-    return like, like.measure() if how.measure else prediction.Step.measure(like.made.trainer, like.made.model, data)
+        except UserError as error:
+            say(f"no estimate for {cell.dataset}: {error}")
+            return None
+    else:
+        data.prepare_data()
+        data.setup()
+    say(f"measuring a step: {cell.dataset}, {cell.model}", flush=True)
+    return data, prediction.Step.measure(made.trainer, made.model, data)
 
 
 def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:
@@ -350,7 +325,7 @@ def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:
             cli.parse_arguments(cli.parser, args)
             configs[key] = cli.resolved()
         config = configs[key]
-        downloads = how.dry_run and value(config, "model.net.pretrained") == "torchvision"
+        downloads = how.dry_run and setting_of(config, "model.net.pretrained") == "torchvision"
         given = ("--model.net.pretrained=null", *how.settings) if downloads else how.settings
         trials, (built, *_) = (task.trials(config, how.fraction, how.seeds, more) for more in (how.settings, given))
         keys = {part: (part, said_of(prepare(built.args), part)) for part in PARTS}

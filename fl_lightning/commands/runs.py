@@ -5,25 +5,23 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 
-from rich.console import Console
+from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 
 from fl_lightning.core import UserError, ensure, read_json
 from fl_lightning.results import (
     SUMMARY,
     config_of,
     console,
+    filled,
+    fitting,
     read_run,
     rounds_done,
     say,
     short_path,
-    show_table,
     summarise,
-    visible,
     window,
 )
 from fl_lightning.trainer.storage.run_folder import in_use
@@ -74,19 +72,13 @@ def run(folders: list[str] | None = None, /, follow: bool = False, delete: bool 
     ensure(bool(found), f"folders = {' '.join(given)}: no run there; give another folder")
     if delete:
         _delete(found, yes)
-    elif follow and sys.stdout.isatty():
-        with Live(_table(found), console=Console()) as live:
+    elif follow:
+        with Live(_table(found), console=console()) as live:  # in a file or pipe, it shows the last table alone
             while any(each.state == "running" for each in found):
                 time.sleep(SECONDS)
                 live.update(_table(found := find(given)))
     else:
-        while follow and any(each.state == "running" for each in found):
-            for each in found:
-                line = f"{short_path(each.folder)}: {each.state}, {each.rounds} rounds {each.headline}"
-                say(line.rstrip(), flush=True)
-            time.sleep(SECONDS)
-            found = find(given)
-        show_table(_table(found))
+        console().print(_table(found))
 
 
 def find(folders: list[str]) -> list[Listed]:
@@ -125,30 +117,28 @@ def _listed(folder: Path) -> Listed:
     )  # fmt: skip
 
 
-def _table(found: list[Listed]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0))
+def _table(found: list[Listed]) -> Group:
     lasts = [each.last for each in found if each.last]
     heads = ("run", "state", "rounds", window(lasts) if lasts else "headline", "minutes", "MB")
-    for head in heads:
-        table.add_column(
-            head, justify="left" if head in ("run", "state") else "right", overflow="fold", no_wrap=head != "run"
-        )
-    rows = [[each.state, each.rounds, each.headline, each.minutes, f"{each.size / 1e6:.1f}"] for each in found]
-    others = [max(head.split(), key=len) for head in heads[1:]], *rows
-    room = console().width - sum(max(map(len, column)) + 1 for column in zip(*others, strict=True)) - 1
-    for each, row in zip(found, rows, strict=True):  # a long path is broken after a slash
-        name = fill(
-            short_path(each.folder).replace("/", "/ "), max(room, 20), break_long_words=False, break_on_hyphens=False
-        )
-        table.add_row(escape(visible(name.replace("/ ", "/"))), *row)
-    return table
+    rows = [
+        [
+            escape(short_path(each.folder)),
+            each.state,
+            each.rounds,
+            each.headline,
+            each.minutes,
+            f"{each.size / 1e6:.1f}",
+        ]
+        for each in found
+    ]
+    return Group(*fitting(filled(heads, rows, left=2, box=None, padding=(0, 1, 0, 0)), console().width))
 
 
 def _delete(found: list[Listed], yes: bool) -> None:
     """Removes run folders, and the folders right above them that are empty then."""
     busy = [each for each in found if each.state == "running"]
     ensure(not busy, f"delete: {', '.join(short_path(each.folder) for each in busy)}: trains; end it, or leave it out")
-    show_table(_table(found))
+    console().print(_table(found))
     if not yes:
         ensure(sys.stdin.isatty(), "delete: nobody can be asked; give --yes")
         if input(f"delete {len(found)} runs? [y/N] ").strip().lower() not in ("y", "yes"):

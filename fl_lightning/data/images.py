@@ -1,7 +1,6 @@
 """Image data sets: torchvision's, folders of image files, and Landmarks-User-160k."""
 
 import csv
-import difflib
 import inspect
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.core import PositiveInt, Size, UserError, ensure, folded
+from fl_lightning.core import PositiveInt, Size, UserError, ensure, folded, similar
 from fl_lightning.data.files import corrupt_file, find_files, hidden, read_image, read_rows, visible
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Natural, Partition
@@ -87,7 +86,7 @@ class TorchvisionData(FederatedDataModule):
         makers = {n: inspect.signature(getattr(datasets, n)).parameters for n in datasets.__all__}
         known = [n for n, parameters in makers.items() if "train" in parameters or "split" in parameters]
         if self.dataset not in known:
-            close = difflib.get_close_matches(self.dataset.upper(), known, cutoff=0.4) or ["CIFAR10", "MNIST"]
+            close = similar(self.dataset, known, cutoff=0.4) or ["CIFAR10", "MNIST"]
             raise UserError(
                 f"data.name = '{self.dataset}' is not a torchvision data set with a training part; "
                 f"did you mean {' or '.join(close)}?"

@@ -16,7 +16,7 @@ from .configs import is_private as is_private
 from .configs import load_yaml as load_yaml
 from .configs import only_python as only_python
 from .configs import read_config as read_config
-from .configs import short_names as short_names
+from .configs import setting_of as setting_of
 from .curves import CLEAN as CLEAN
 from .curves import Accuracy as Accuracy
 from .curves import curve_files as curve_files
@@ -85,7 +85,6 @@ from .terminal import fitting as fitting
 from .terminal import say as say
 from .terminal import short_path as short_path
 from .terminal import show_table as show_table
-from .terminal import visible as visible
 from .terminal import write_new as write_new
 from .varied import LEAST as LEAST
 from .varied import tried as tried

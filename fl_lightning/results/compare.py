@@ -327,11 +327,6 @@ class Difference:
     seeds: int
 
     @property
-    def clear(self) -> bool:
-        """Whether the interval leaves out 0."""
-        return abs(self.mean) > self.half
-
-    @property
     def ends(self) -> tuple[float, float]:
         """Both ends of the interval."""
         return self.mean - self.half, self.mean + self.half

@@ -76,6 +76,16 @@ def _parsed(text: str) -> Any:
     return hidden(found)
 
 
+def setting_of(config: Mapping[str, Any], key: str) -> Any:
+    """Returns a value of a config by its key on the command line; None if it has no such key."""
+    at: Any = config
+    for name in key.split("."):
+        if not isinstance(at, Mapping):
+            return None
+        at = {**at, **(at.get("init_args") or {})}.get(name)
+    return at
+
+
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Returns every setting in which two configs differ, as ``key: old -> new``."""
     old, new = flatten(before), flatten(after)

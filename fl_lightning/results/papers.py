@@ -1,7 +1,6 @@
 """The numbers that the five papers print: ``papers.csv`` in this folder."""
 
 import csv
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -9,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core import UserError, ensure, read_json
+from fl_lightning.core import UserError, ensure, read_json, similar
 from fl_lightning.results.metrics import average, deviation, last_measurements, read_run, rounds_done
 from fl_lightning.results.summary import SUMMARY, headline, summarise
 
@@ -123,7 +122,7 @@ def find(**where: str) -> list[Cell]:
         have = sorted({getattr(cell, column) for cell in found})
         found = [cell for cell in found if getattr(cell, column).casefold() == value.casefold()]
         if not found:
-            choice = ", ".join(filter(None, dict.fromkeys([*difflib.get_close_matches(value, have), *have])))
+            choice = ", ".join(filter(None, dict.fromkeys([*similar(value, have), *have])))
             raise UserError(f"{column} = {value}: not in the papers' tables; choose from {choice}")
     return found
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_lightning.core import PositiveInt, checked, ensure, read_json
-from fl_lightning.results.configs import config_of
+from fl_lightning.results.configs import config_of, setting_of
 from fl_lightning.results.metrics import (
     CLOCK,
     FILE,
@@ -75,11 +75,10 @@ def eval_last_of(folder: Path) -> int:
         UserError: If the file is not readable.
     """
     if config := config_of(folder):
-        trainer = config.get("trainer")
-        value = trainer.get("eval_last") if isinstance(trainer, dict) else None
+        found = setting_of(config, "trainer.eval_last")
     else:
-        value = read_json(folder / SUMMARY, dict, {}).get("last")
-    return value if isinstance(value, int) else 1
+        found = read_json(folder / SUMMARY, dict, {}).get("last")
+    return found if isinstance(found, int) else 1
 
 
 def values(metric: str, pairs: Pairs, rounds: int, eval_last: int, last: int | None = None) -> list[float]:

@@ -73,7 +73,7 @@ def filled(heads: Sequence[str], rows: Iterable[Iterable[str]], left: int = 1, *
     return table
 
 
-def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterator[Table]:
+def fitting(table: Table, width: int, keys: int = 1) -> Iterator[Table]:
     """Yields the table; if it is too wide, tables of some of its columns each, to stand one below the other.
 
     Numbers, which are the columns flush right, stay whole; heads and long texts are wrapped. Several keys that take
@@ -84,7 +84,6 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
         table: The table; its cells are text.
         width: Characters of a line.
         keys: Columns at the left that each of the tables repeats.
-        text: Most characters in a line of a text.
     """
     natural, least, words = list[int](), list[int](), list[int]()
     for column in table.columns:
@@ -92,8 +91,8 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
         body = max((_length(cell) for cell in column.cells), default=0)
         natural.append(max(cell_len(str(column.header)), body))
         number = column.justify == "right"
-        least.append(max(*head, body) if number else min(max(*head, body), text, width // (2 * keys)))
-        words.append(min(max([*head, *map(cell_len, " ".join(map(str, column.cells)).split())]), text))
+        least.append(max(*head, body) if number else min(max(*head, body), TEXT, width // (2 * keys)))
+        words.append(min(max([*head, *map(cell_len, " ".join(map(str, column.cells)).split())]), TEXT))
     between, edge = (3, 1) if table.box else (2, 0)
     room = width - edge
     whole = [*map(max, least[:keys], words), *least[keys:]]
@@ -105,7 +104,7 @@ def fitting(table: Table, width: int, keys: int = 1, text: int = TEXT) -> Iterat
         numbers = filled(["#"], [[str(i + 1)] for i in range(table.row_count)], left=0).columns
         numbered = copy.copy(table)
         numbered.columns = [*numbers, *table.columns]
-        yield from fitting(numbered, width, 1, text)
+        yield from fitting(numbered, width, 1)
         return
     parts = divided([size + between for size in least], room, keys)
     for place, part in enumerate(parts):
@@ -144,10 +143,10 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 
 
-def show_table(table: Table, keys: int = 1, text: int = TEXT) -> None:
+def show_table(table: Table, keys: int = 1) -> None:
     """Prints a table, divided if it is too wide; see `fitting`."""
     screen = console()
-    for part in fitting(table, screen.width, keys, text):
+    for part in fitting(table, screen.width, keys):
         screen.print(part)
 
 

@@ -1,4 +1,4 @@
-"""The settings that vary over the runs of a sweep: pivot tables, parallel coordinates, importance."""
+"""The settings that vary over the runs of a sweep: pivot tables, importance, and a panel for each."""
 
 import math
 from collections.abc import Sequence
@@ -12,21 +12,22 @@ from numpy.typing import NDArray
 
 from fl_lightning.core import (
     COLORMAP,
+    COLORS,
     COLUMN,
     PAGE,
-    SPAN,
     Figure,
     ensure,
     figure_files,
     grouped,
-    log_levels,
     new_figure,
     require,
+    scale_axis,
     wrapped,
 )
 from fl_lightning.results.compare import Group, Seeds, shown
 from fl_lightning.results.configs import find_setting, settings_of, short_names, varying
-from fl_lightning.results.metrics import NUMBER, Mode, known, label, table_text
+from fl_lightning.results.curves import panel_grid
+from fl_lightning.results.metrics import NUMBER, known, label, table_text
 from fl_lightning.results.table import LATEX, Column, Markup, cell, is_best, tabulars, tex
 
 NARROW = 6
@@ -181,10 +182,6 @@ def _order(value: str) -> tuple[float, str]:
 LEAST = 5
 """Fewest configs of which importances are computed."""
 TREES, REPEATS = 200, 20
-TICKED = 6
-"""Most values of a setting that each have a tick."""
-SPREAD = 0.05
-"""Part of an axis over which lines through one value are spread."""
 HEAD = ("setting", "importance", "sd", "rank correlation")
 
 
@@ -217,13 +214,11 @@ class Tried:
         settings: The values of each setting that varies, as text, by short name.
         values: The metric of each config, mean over its runs.
         metric: Its name.
-        mode: Whether large (max) or small (min) values are good.
     """
 
     settings: dict[str, list[str]]
     values: list[float]
     metric: str
-    mode: Mode
 
     @cached_property
     def importances(self) -> tuple[list[Importance], str]:
@@ -264,35 +259,18 @@ class Tried:
         return {"importance.csv": table_text(HEAD, self.importances[0])}
 
     def plot(self) -> Figure:
-        """Draws a line for each config through its settings to the metric, whose scale is the bar of colours."""
-        from matplotlib import colormaps
-
-        y = np.array(self.values)
-        low, high = float(y.min()), float(y.max())
-        heights = (y - low) / ((high - low) or 1.0)
-        shades = colormaps[COLORMAP if self.mode == "max" else f"{COLORMAP}_r"]
-        scales = [_scale(texts) for texts in self.settings.values()]
-        lines = np.array([*(_apart(place, heights) for place, _ in scales), heights]).T
-        end = len(scales)
-        with new_figure(PAGE, 2.6) as figure:
-            axes: Any = figure.add_subplot(xlim=(-0.3, end), ylim=(-0.04, 1.04), yticks=[])
-            for i in np.argsort(y if self.mode == "max" else -y):  # the best on top
-                axes.plot(range(end + 1), lines[i], color=shades(heights[i]), alpha=0.8, linewidth=1)
-            for i, (_, ticks) in enumerate(scales):
-                axes.axvline(i, color="black", linewidth=0.6)
-                for at, text in ticks:
-                    box = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
-                    axes.text(i - 0.03, at, text, ha="right", va="center", fontsize=7, bbox=box, zorder=3)
-            axes.set_xticks(range(end), [wrapped(name, PAGE / (end + 1)) for name in self.settings])
-            axes.tick_params(bottom=False)
-            axes.spines[["left", "top", "bottom"]].set_visible(False)
-            bar = axes.inset_axes((1.0, 0.04 / 1.08, 0.02, 1 / 1.08))
-            bar.imshow(
-                np.linspace(0, 1, 256)[:, None], cmap=shades, aspect="auto", origin="lower", extent=(0, 1, low, high)
-            )
-            bar.set(xticks=[], ylabel=label(self.metric))
-            bar.yaxis.tick_right()
-            bar.yaxis.set_label_position("right")
+        """Draws the metric of each config against each setting, a panel a setting; logarithmic over a wide range."""
+        rows, columns, width = panel_grid(len(self.settings))
+        with new_figure(width, 1.6 * rows + 0.2, grid="both") as figure:
+            for place, (name, texts) in enumerate(self.settings.items()):
+                axes = figure.add_subplot(rows, columns, place + 1, xlabel=wrapped(name, 2.6))
+                axes.set_ylabel("" if place % columns else label(self.metric))
+                if _numbers(texts):
+                    numbers = [float(text) for text in texts]
+                    axes.plot(numbers, self.values, ".", color=COLORS[0])
+                    scale_axis(axes.xaxis, numbers)
+                else:
+                    axes.plot(texts, self.values, ".", color=COLORS[0])
         return figure
 
 
@@ -303,8 +281,7 @@ def tried(groups: Sequence[Group]) -> Tried:
     keys = [key for key in varying(configs) if all(key in config for config in configs)]
     texts = {key: shown(config[key] for config in configs) for key in keys}
     settings = {name: [texts[key][config[key]] for config in configs] for name, key in short_names(keys).items()}
-    run = groups[0].runs[0]
-    return Tried(settings, [fmean(group.values("mean")) for group in finite], run.metric, run.mode)
+    return Tried(settings, [fmean(group.values("mean")) for group in finite], groups[0].runs[0].metric)
 
 
 def _numbers(texts: Sequence[str]) -> bool:
@@ -315,29 +292,3 @@ def _codes(texts: Sequence[str]) -> NDArray[np.float64]:
     """Returns values as numbers: themselves, or their places in the order of names."""
     kinds = sorted(set(texts))
     return np.array([float(text) if _numbers(texts) else kinds.index(text) for text in texts], float)
-
-
-def _apart(places: NDArray[np.float64], heights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns places on an axis; lines through the same one lie a little apart, by the height of their ends."""
-    moved = places.copy()
-    for place in np.unique(places):
-        (through,) = np.nonzero(places == place)
-        ranks = np.argsort(np.argsort(heights[through]))
-        moved[through] += SPREAD * (ranks / max(len(through) - 1, 1) - 0.5) * (len(through) > 1)
-    return moved
-
-
-def _scale(texts: Sequence[str]) -> tuple[NDArray[np.float64], list[tuple[float, str]]]:
-    """Returns the heights of values on an axis from 0 to 1, logarithmic over a wide range, and its ticks."""
-    values = _codes(texts)
-    low, high = float(values.min()), float(values.max())
-    wide = _numbers(texts) and low > 0 and high > SPAN * low
-    named = {float(value): text for value, text in zip(values, texts, strict=True)}
-    if len(named) > TICKED and _numbers(texts):
-        levels = log_levels(low, high) if wide else np.linspace(low, high, TICKED).tolist()
-        named = {level: f"{level:.3g}" for level in levels if low <= level <= high}
-
-    def height(value: Any) -> Any:
-        return np.log(value / low) / np.log(high / low) if wide else (value - low) / ((high - low) or 1.0)
-
-    return height(values), [(float(height(at)), text) for at, text in named.items()]

@@ -4,7 +4,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from fl_lightning.results import (
     markdown,
     protocol,
     recipe,
+    setting_of,
     tex,
     window_of,
     write_table,
@@ -59,26 +59,16 @@ def scaled(config: Mapping[str, Any], fraction: float) -> dict[str, int | float]
     share = rounds / config["trainer"]["max_rounds"]
     found: dict[str, int | float] = {
         "trainer.max_rounds": rounds,
-        **{key: max(1, round(n * share)) for key in COUNTS if (n := value(config, key)) is not None and n >= 1},
-        **{key: x ** (1 / share) for key in FACTORS if (x := value(config, key)) is not None},
+        **{key: max(1, round(n * share)) for key in COUNTS if (n := setting_of(config, key)) is not None and n >= 1},
+        **{key: x ** (1 / share) for key in FACTORS if (x := setting_of(config, key)) is not None},
     }
-    return {key: number for key, number in found.items() if number != value(config, key)}
+    return {key: number for key, number in found.items() if number != setting_of(config, key)}
 
 
 def scaled_rounds(config: Mapping[str, Any], fraction: float) -> int:
     """Returns a fraction of a run's rounds; errors as for `scaled`."""
     require(0 < fraction <= 1, "rounds", fraction, "give a fraction of the paper's rounds, above 0 and at most 1")
     return max(1, round(int(config["trainer"]["max_rounds"]) * fraction))
-
-
-def value(config: Mapping[str, Any], key: str) -> Any:
-    """Returns a value of a resolved config by its key on the command line; None if it has no such key."""
-    at: Any = config
-    for name in key.split("."):
-        if not isinstance(at, Mapping):
-            return None
-        at = {**at, **(at.get("init_args") or {})}.get(name)
-    return at
 
 
 FILE = "reproduction.json"
@@ -394,5 +384,4 @@ def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
     def place(line: Line) -> str:
         return ", with ".join(filter(None, (column(line.cell), line.settings)))
 
-    names = list(dict.fromkeys(map(place, lines)))
-    return [(name, list(group)) for name, group in groupby(sorted(lines, key=lambda x: names.index(place(x))), place)]
+    return list(grouped((place(line), line) for line in lines).items())

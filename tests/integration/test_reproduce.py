@@ -49,10 +49,6 @@ def test_dry_run_shows_the_runs_and_what_they_take(
         in shown
     )
     assert list(tmp_path.iterdir()) == []
-    cli(*TABLE, "--rounds=0.0004", "--dry-run", "--measure", *DIGITS)
-    shown = capsys.readouterr().out
-    rows = dict(re.findall(r"│ (Fed\w+) │.*│ +([\d.]+) m?s │ +[\d.]+ m?s │$", shown, re.MULTILINE))
-    assert "measuring a few rounds: CIFAR10, HsuCNN" in shown and {*rows} == {"FedAvg", "FedSAM"}
     cli("reproduce", "fedgmt", "2", "--rows=FedGMT", "--columns=AGNews,Path(2)", "--rounds=0.004", "--dry-run", *DIGITS)
     shown = capsys.readouterr().out
     assert "FedGMT, minutes@82: a time of the paper's machine" in shown and "known: 2 of 3 cells" in shown

@@ -9,7 +9,8 @@ import pytest
 from fl_lightning.algorithms.parts.server import SWA
 from fl_lightning.commands.shared.cli import FederatedCLI
 from fl_lightning.core.errors import UserError
-from fl_lightning.sweeps.reproduction import COUNTS, FACTORS, scaled, value
+from fl_lightning.results.configs import setting_of
+from fl_lightning.sweeps.reproduction import COUNTS, FACTORS, scaled
 
 
 def config(**of: Any) -> dict[str, Any]:
@@ -64,4 +65,5 @@ def test_the_keys_are_settings() -> None:
     ]
     cli = FederatedCLI("fit", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits")
     made = [cli.make(*part, "--model.net=DigitsMLP", "--data=Digits").trainer.config for part in parts]
-    assert {key for key in (*COUNTS, *FACTORS) if any(value(of, key) is not None for of in made)} == {*COUNTS, *FACTORS}
+    keys = {*COUNTS, *FACTORS}
+    assert {key for key in keys if any(setting_of(of, key) is not None for of in made)} == keys

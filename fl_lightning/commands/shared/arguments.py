@@ -1,7 +1,6 @@
 """Turns arguments as people and W&B's agent write them into what the parser reads; finds configs by their names."""
 
 import ast
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,8 @@ import yaml
 from jsonargparse import get_loader
 
 from fl_lightning.commands.shared.index import PARTS, first_of, fitting_classes, unknown_class
-from fl_lightning.core import UserError, ensure, require
-from fl_lightning.results import ONLY_PYTHON, NoValueError, load_yaml, only_python, read_config
+from fl_lightning.core import UserError, ensure, require, similar
+from fl_lightning.results import ONLY_PYTHON, NoValueError, load_yaml, only_python, read_config, setting_of
 from fl_lightning.trainer import RunFolder
 
 SETTINGS = (*PARTS, "config")
@@ -202,10 +201,7 @@ def _appended_once(config: Mapping[str, Any], args: Sequence[str]) -> list[str]:
             again.setdefault(key, []).extend(map(_class_or_value, given if isinstance(given, list) else [given]))
     found = []
     for key, names in again.items():
-        listed: Any = config
-        for part in key.removeprefix("--").split("."):
-            own = listed.get("init_args", listed) if isinstance(listed, Mapping) else {}
-            listed = own.get(part) if isinstance(own, Mapping) else None
+        listed = setting_of(config, key.removeprefix("--"))
         kept = [each for each in listed or () if _class_or_value(each) not in names]
         if isinstance(listed, list) and len(kept) < len(listed):
             found.append(f"{key}={json.dumps(kept)}")
@@ -308,6 +304,6 @@ def find_config(name: str, key: str = "config") -> Path:
         return configs_folder() / f"{short}{SUFFIX}"
     ensure(not Path(name).is_dir(), f"{key} = {name}: a folder; give a config of it, such as config.yaml")
     ends = [known for known in names if known.endswith(f"/{short.rpartition('/')[2]}")]
-    near = ends or difflib.get_close_matches(short, names, cutoff=0.5)
+    near = ends or similar(short, names, cutoff=0.5)
     hint = f"did you mean {', '.join(near[:4])}?" if near else "`fl-lightning configs` lists the names"
     raise UserError(f"{key} = {name}: no such file or config; {hint}")

@@ -132,12 +132,11 @@ class FederatedParser(Parser, LightningArgumentParser):
 
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Parses settings. Where ``+=`` appends to null, it appends to the list that null stands for."""
-        base = "namespace" if "namespace" in kwargs else "cfg_base"  # its name before jsonargparse 4.50
         for key, classes in self.null.items():
-            before = kwargs.get(base) or {}
+            before = kwargs.get("namespace") or {}
             if f"{key}+" in obj and before.get(key) is None:
                 given = {**before, key: [{"class_path": name} for name in classes]}
-                kwargs[base] = Namespace(given)  # type: ignore[no-untyped-call]
+                kwargs["namespace"] = Namespace(given)  # type: ignore[no-untyped-call]
         return super().parse_object(obj, *args, **kwargs)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
@@ -265,9 +264,8 @@ class FederatedCLI(Command, LightningCLI):
         Raises:
             UserError: If a secret is missing, since the config is that of a run folder.
         """
-        # with values of None, no defaults left out, checked by the parser before; by position, since jsonargparse
-        # 4.50 has other names for these
-        text = self.parser.dump(self.config, "yaml", False, False, True)
+        # with values of None, no defaults left out, checked by the parser before
+        text = self.parser.dump(self.config, "yaml", skip_unset=False, skip_validation=True)
         config = {key: value for key, value in yaml.safe_load(text).items() if key in PARTS}
         for key, value in flatten(config).items():
             require(

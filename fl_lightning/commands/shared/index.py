@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.core import OF_LIGHTNING, SYNONYMS, callback_of_lightning, folded, require, similar
+from fl_lightning.results.configs import flatten
 
 FILE = Path(__file__).with_name("index.json")
 PARTS = ("trainer", "model", "data")
@@ -62,8 +62,7 @@ def index() -> Any:
         ``commands``: of each subcommand its ``options`` but those of the trainer, its number of positional arguments,
         ``places``, whether its arguments are ``complete`` settings of one run, and its ``help`` as places in ``texts``.
         An option or setting has, if any, the package's ``classes`` of its type, ``open`` if the type has others, too,
-        its ``choices``, ``list`` if it is one, argparse's ``nargs``, and its ``type``, as Python writes it, if that has
-        numbers, truth values, choices and null alone.
+        its ``choices``, ``list`` if it is one, and argparse's ``nargs``.
     """
     return json.loads(FILE.read_text(encoding="utf-8"))
 
@@ -134,16 +133,9 @@ def fitting_classes(path: str, bases: Collection[str]) -> list[str]:
     return [name for name in below if name in own] or below or own
 
 
-def named_classes(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    """Returns the names of the classes of a config, or of the ``init_args`` at a key, by their key."""
-    found = {}
-    for name, value in config.items():
-        key, inner = f"{above}{name}", value if isinstance(value, Mapping) else {"class_path": value}
-        if isinstance(path := inner.get("class_path"), str):
-            found[key] = path.rpartition(".")[2]
-        settings = inner.get("init_args", value if name == "trainer" else None)
-        found |= named_classes(settings, f"{key}.") if isinstance(settings, Mapping) else {}
-    return found
+def named_classes(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the names of the classes of a config by their key, and among them the texts of other settings."""
+    return {key: text.rpartition(".")[2] for key, text in flatten(config).items()}
 
 
 FOREIGN = {
@@ -156,11 +148,6 @@ FOREIGN = {
     "--trainer.loggers+=lightning.pytorch.loggers.CometLogger",
 }
 """How classes of other packages are named, by the key of the setting."""
-WHERE = {
-    "data": ("torchvision", "datasets", "MNIST", "TorchvisionData"),
-    "model.optimizer": ("torch", "optim", "Adam", "TorchOptimizer"),
-}
-"""Packages and modules whose classes `FOREIGN` tells how to give, the one that it has as an example, and our class."""
 MOST = 300
 """Letters of the parser's own words that a message shows."""
 
@@ -265,13 +252,8 @@ def unknown_class(path: str, name: str, wanted: str) -> str:
     near = similar(name, known)
     choice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known or sorted(bases))}."
     remedy = FOREIGN.get(path, "A class of your own goes by its dotted path")
-    if path in WHERE:
-        package, module, example, ours = WHERE[path]
-        if ours not in known:  # as in FedAdamW, whose optimizer is AdamW or below it
-            return f"{path} = {name}: no such class; {choice.strip('.')}"
-        home = find_spec(package)  # read and not imported, which takes seconds
-        text = Path(home.origin).with_name(module).joinpath("__init__.py").read_text() if home and home.origin else ""
-        remedy = remedy.replace(example, name) if re.search(rf"\b{re.escape(name)}\b", text) else remedy
+    if path == "model.optimizer" and "TorchOptimizer" not in known:  # as in FedAdamW, which takes AdamW or below it
+        return f"{path} = {name}: no such class; {choice.strip('.')}"
     return f"{path} = {name or repr('')}: no such class; {choice} {remedy[:1].upper()}{remedy[1:]}"
 
 

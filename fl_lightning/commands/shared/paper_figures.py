@@ -25,10 +25,11 @@ from fl_lightning.results import (
     plot_lines,
     read_run,
     say,
+    setting_of,
     summarise,
     write_table,
 )
-from fl_lightning.sweeps.reproduction import Task, column, value
+from fl_lightning.sweeps.reproduction import Task, column
 from fl_lightning.trainer import RunFolder
 
 Made = Mapping[Task, Sequence[Path]]
@@ -81,10 +82,8 @@ def panels(made: Made) -> dict[str, dict[str, Sequence[Path]]]:
     places, rows = differing([column(task.cells[0]) for task in made]), [task.cells[0].algorithm for task in made]
     if len({*rows}) == 1 and any(places):
         places, rows = [""] * len(rows), places
-    found: dict[str, dict[str, Sequence[Path]]] = {}
-    for place, row, runs in zip(places, rows, made.values(), strict=True):
-        found.setdefault(place, {})[row] = runs
-    return found
+    of_place = grouped(zip(places, zip(rows, made.values(), strict=True), strict=True))
+    return {place: dict(runs) for place, runs in of_place.items()}
 
 
 def differing(texts: Sequence[str]) -> list[str]:
@@ -140,10 +139,8 @@ def _bars(figure: PaperFigure, made: Made, folder: Path) -> Figure:
     places, rows = differing([column(task.cells[0]) for task in made]), [task.cells[0].algorithm for task in made]
     if len({*places}) < len({*rows}):
         places, rows = rows, places
-    bars: dict[str, dict[str, list[float]]] = {}
-    for place, row, values in zip(places, rows, numbers.values(), strict=True):
-        bars.setdefault(row, {})[place] = values
-    return plot_bars(bars, _title(figure))
+    of_row = grouped(zip(rows, zip(places, numbers.values(), strict=True), strict=True))
+    return plot_bars({row: dict(bars) for row, bars in of_row.items()}, _title(figure))
 
 
 def _lines(figure: PaperFigure, made: Made, folder: Path) -> Figure:
@@ -226,7 +223,7 @@ def _corruptions(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Fig
     found = {}
     for label, (run, *_) in runs.items():
         config = config_of(run)
-        kind, data = value(config, "data.class_path").rpartition(".")[2], value(config, "data.data_dir")
+        kind, data = setting_of(config, "data.class_path").rpartition(".")[2], setting_of(config, "data.data_dir")
         files = Path(data or "data") / f"{kind.replace('CIFAR', 'CIFAR-')}-C"
         if not (out := run / "corruptions" / "corruptions.csv").is_file():
             given = (f"--folder={files}", f"--ckpt_path={RunFolder(run).last}", f"--out={out.parent}")

@@ -1,6 +1,6 @@
 """The parser of a subcommand, and a subcommand that reads no config; neither torch nor Lightning is imported.
 
-Before the slow imports, the index answers Tab, and refuses wrong names, numbers and choices.
+Before the slow imports, the index answers Tab, and refuses wrong names.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from docstring_parser import parse
@@ -40,7 +40,7 @@ from fl_lightning.commands.shared.index import (
     options_of,
 )
 from fl_lightning.commands.shared.messages import WORDS, find_user_error
-from fl_lightning.core import Interval, check_values, ensure
+from fl_lightning.core import ensure
 from fl_lightning.results.configs import NoValueError, load_yaml
 
 
@@ -206,22 +206,22 @@ BY_PARSER_ALONE = (
 
 
 def check_early(command: str, *args: str) -> None:
-    """Refuses names and values that are wrong in any case; the parser checks what passes.
+    """Refuses names that are wrong in any case; the parser checks what passes, and all other values.
 
     Args:
         command: The subcommand.
         args: Its arguments.
 
     Raises:
-        UserError: If there is no such config, or a number is out of its range.
-        ArgumentsError: If a config is no YAML, there is no such class or setting, or a value is not of its type; the
-            message is in the parser's words.
+        UserError: If there is no such config.
+        ArgumentsError: If a config is no YAML, or there is no such class or setting; the message is in the parser's
+            words.
     """
     known, options = entry(command), options_of(command)
     if not known["complete"]:
         return
     given, chosen, unknown = prepare(args), dict[str, str](), list[str]()
-    values, classes = dict[str, tuple[Any, Any]](), index()["classes"]
+    classes = index()["classes"]
     for before, arg in pairwise(["", *given]):
         name, _, value = arg.removeprefix("--").partition("=")
         part, _, rest = name.partition(".")
@@ -230,7 +230,6 @@ def check_early(command: str, *args: str) -> None:
             try:
                 text = re.sub(r"#.*", "", Path(value).read_text(encoding="utf-8"))
                 chosen = _renamed(chosen, named_classes(settings_in(Path(value))))
-                values.clear()  # the config may have others
             except BY_PARSER_ALONE:
                 return
             except yaml.YAMLError as error:
@@ -252,13 +251,10 @@ def check_early(command: str, *args: str) -> None:
         own = classes.get(chosen.get(above), {"settings": {}})["settings"]
         if setting := options.get(name, own.get(leaf, {})):
             _check_class(name, value, setting)
-            values |= _parsed(name, value, setting) if "=" in arg else {}
         if "classes" in setting:
             chosen = _renamed(chosen, {name: value.rpartition(".")[2]})
     if unknown:
         raise ArgumentsError(f"unrecognized arguments: {' '.join(unknown)}")
-    for name, (number, kind) in values.items():
-        check_values("", {name: number}, {name: kind})
 
 
 def _renamed(before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
@@ -276,21 +272,6 @@ def _check_class(path: str, name: str, setting: dict[str, Any]) -> None:
     if closed and re.fullmatch(r"[A-Za-z_]\w*", name) and not known and load_yaml(name) == name:
         bases = " ".join(f"fl_lightning.{base}" for base in setting.get("classes", ()))
         raise ArgumentsError(f'Parser key "{path}":\nSubtypes: {bases}\nExpected a dot import path string: {name}')
-
-
-def _parsed(path: str, value: str, setting: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns a value and its type by its key, if the index has its type."""
-    if "type" not in setting:
-        return {}
-    kind = eval(setting["type"], {"Annotated": Annotated, "Interval": Interval, "Literal": Literal})
-    parser, arg = Parser(), f"--{path}={value}"
-    parser.add_argument(f"--{path}", type=kind)
-    try:
-        return {path: (parser.parse_args([arg])[path], kind)}
-    except ArgumentsError as error:
-        if whole_numbers([arg], str(error)) == [arg]:
-            raise
-        return {}
 
 
 def add_options(parser: argparse.ArgumentParser, command: str, words: Sequence[str]) -> None:

@@ -134,17 +134,15 @@ class Measured:
         trainer: FederatedTrainer,
         rounds: int,
         steps: Sequence[Sequence[int]],
-        world: int = 1,
-        passes: float = 1.0,
+        world: int,
     ) -> Seconds:
-        """Works out the parts of a run with the same data, network and kind of device.
+        """Works out the parts of a run on the same kind of device.
 
         Args:
             trainer: Its trainer.
             rounds: Its rounds; fewer than the trainer's if the clock ends it.
             steps: Local steps of each client of some of its cohorts.
             world: Its number of processes.
-            passes: Forward and backward passes of one of its steps, as a multiple of those of a measured step.
         """
         clock, engine, never = self.clock, self.run.engine_name, trainer.max_rounds - rounds
         busiest = fmean(makespan(cohort, world, engine, trainer.client_block) for cohort in steps)
@@ -152,7 +150,7 @@ class Measured:
         first = sum(max(0.0, times[1] - clock.mean(name)) for name, times in clock.seconds.items())
         parts: Seconds = {
             "first round, once more": (1, first),
-            "local training": (rounds, busiest * self.step * passes),
+            "local training": (rounds, busiest * self.step),
             "orchestration, logs": (rounds, clock.mean("rest")),
             **{
                 f"evaluation ({split})": (evaluations, clock.mean(split) / world)

@@ -133,8 +133,6 @@ class FromFile(Partition):
 
     def _read(self, index: Callable[[str, int], int]) -> dict[str, list[tuple[int, int | None]]]:
         """Returns ``{client: [(index, label or None), ...]}``."""
-        if Path(self.path).exists() and not Path(self.path).is_file():
-            raise ValueError("no file")
         if Path(self.path).suffix.lower() == ".csv":
             with open(self.path, newline="") as file:
                 rows = csv.DictReader(file)
