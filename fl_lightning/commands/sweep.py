@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from fl_lightning.commands.shared import build_trial, check_trial, find_config, seeds_of
 from fl_lightning.core import PositiveInt, UserError, checked
-from fl_lightning.results import console, filled, fitting, say
+from fl_lightning.results import command, console, filled, fitting, say, short_names
 from fl_lightning.sweeps.controller import Controller
 from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import complain, last_metrics, short
@@ -58,6 +58,10 @@ def run(
             say(f"  {doubt}")
         say(f"its config: {controller.folder / 'best.yaml'}")
     say(f"results: {controller.folder / 'sweep.csv'}")
+    varied = list(dict.fromkeys(key for trial in controller.trials for key in trial.settings if key != "trainer.seed"))
+    if len(varied) == 2:
+        names = ",".join(short_names(varied))
+        print(command("fl-lightning", "compare", str(controller.folder), "--pivot", names, before="its pivot: "))
     ended = list(controller.outcomes.values())
     complain(ended)
     for o in ended[:1] if best is None else ():
