@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fl_lightning.core import checked, ensure, make_folder, write_atomically
+from fl_lightning.core import checked, ensure, files, make_folder, write_atomically
 from fl_lightning.results import config_of, is_private, say
 from fl_lightning.trainer import Run, RunFolder
 from fl_lightning.trainer.storage import checkpoint
@@ -23,11 +23,15 @@ def run(ckpt: str, out: str, /, client: int | None = None) -> None:
 
     Args:
         ckpt: The checkpoint, in its run folder.
-        out: The new file to write, such as net.pt.
+        out: The file to write, such as net.pt.
         client: The client whose own model is written; null: the global one.
     """
     target = Path(out)
-    ensure(not target.exists(), f"out = {out}: is already there; give the path of a new file")
+    ensure(not target.is_dir() and target.name != "", f"out = {out}: a folder; give the path of a file")
+    ensure(
+        not target.is_file() or _is_export(target),
+        f"out = {out}: a file that no export has written; give the path of a new file",
+    )
     given = Path(ckpt)
     ensure(
         client is None or not is_private(config_of(given if given.is_dir() else given.parent.parent)),
@@ -38,6 +42,16 @@ def run(ckpt: str, out: str, /, client: int | None = None) -> None:
     make_folder(target.parent)
     write_atomically(target, partial(torch.save, net.state_dict()))
     say(f"{type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} weights: {out}")
+
+
+def _is_export(path: Path) -> bool:
+    """Returns whether a file holds a state_dict, and nothing that a run has marked as its own."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # torch's own depend on what the file holds
+        return False
+    plain = isinstance(found, dict) and all(isinstance(value, torch.Tensor) for value in found.values())
+    return plain and files.fault(path) == files.UNMARKED
 
 
 @checked

@@ -263,17 +263,20 @@ def test_export(done: Path, tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_export_replaces_nothing(done: Path, tmp_path: Path) -> None:
+def test_export_replaces_nothing_but_exports(done: Path, tmp_path: Path) -> None:
     last_ckpt, own = done / "checkpoints" / "last.ckpt", tmp_path / "own.py"
     own.write_text("a day's work\n")
-    kept = [last_ckpt, done / "metrics.csv", done / "config.yaml", own]
+    torch.save({"net": {"w": torch.zeros(1)}}, tmp_path / "other.pt")
+    kept = [last_ckpt, done / "metrics.csv", done / "config.yaml", own, tmp_path / "other.pt"]
     before = [path.read_bytes() for path in kept]
-    lines = {**dict.fromkeys([*kept, done], "is already there"), Path("/proc/x/net.pt"): "cannot create"}
+    lines = {**dict.fromkeys(kept, "a file that no"), done: "a folder", Path("/proc/x/net.pt"): "cannot create"}
     for out, line in lines.items():
         with pytest.raises(SystemExit, match=rf"error: out = .*: {line}"):
             cli("export", str(last_ckpt), str(out))
     assert [path.read_bytes() for path in kept] == before
-    cli("export", str(last_ckpt), str(tmp_path / "net.pt"))
+    net = tmp_path / "net.pt"
+    for _ in range(2):
+        cli("export", str(last_ckpt), str(net))
     assert not list(tmp_path.glob("net.tmp"))
 
 
