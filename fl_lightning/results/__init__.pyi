@@ -17,6 +17,7 @@ from .configs import load_yaml as load_yaml
 from .configs import only_python as only_python
 from .configs import read_config as read_config
 from .configs import setting_of as setting_of
+from .configs import short_names as short_names
 from .curves import CLEAN as CLEAN
 from .curves import Accuracy as Accuracy
 from .curves import curve_files as curve_files
