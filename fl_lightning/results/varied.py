@@ -182,6 +182,8 @@ def _order(value: str) -> tuple[float, str]:
 LEAST = 5
 """Fewest configs of which importances are computed."""
 TREES, REPEATS = 200, 20
+SIDE_BY_SIDE = 3
+"""Most names that stand side by side below a panel."""
 HEAD = ("setting", "importance", "sd", "rank correlation")
 
 
@@ -268,9 +270,12 @@ class Tried:
                 if _numbers(texts):
                     numbers = [float(text) for text in texts]
                     axes.plot(numbers, self.values, ".", color=COLORS[0])
+                    axes.locator_params(axis="x", nbins=5)
+                    axes.xaxis.set_major_formatter("{x:g}")
                     scale_axis(axes.xaxis, numbers)
                 else:
                     axes.plot(texts, self.values, ".", color=COLORS[0])
+                    axes.tick_params(axis="x", labelrotation=90 if len({*texts}) > SIDE_BY_SIDE else 0)
         return figure
 
 
