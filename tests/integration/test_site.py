@@ -25,7 +25,9 @@ const look = page => new Promise(done => {
       await wait();
       const inside = frame.contentDocument, root = inside.documentElement;
       await inside.fonts.ready;
-      const missing = [...inside.fonts].filter(f => f.status === "error").map(f => f.family + f.style + f.weight);
+      const faces = [...inside.fonts].filter(f => f.status !== "error").map(f => f.family);
+      const used = [...inside.querySelectorAll(".katex *")].map(e => getComputedStyle(e).fontFamily.split(",")[0]);
+      const missing = [...new Set(used)].filter(family => family.includes("KaTeX") && !faces.includes(family));
       const raw = [...inside.querySelectorAll(".arithmatex")].filter(f => !f.querySelector(".katex"));
       found.push({page, missing, width: root.clientWidth, overflow: root.scrollWidth - root.clientWidth,
         raw: raw.map(f => f.textContent), errors: [...inside.querySelectorAll(".katex-error")].map(e => e.title),
