@@ -93,6 +93,10 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [f"{key}: {folded(old.get(key, 'not set'), 60)} -> {folded(new.get(key, 'not set'), 60)}" for key in keys]
 
 
+COMPOSED = ("model.ascent", "model.server_update", "model.averaging", "model.parts")
+"""Settings that make another method of an algorithm: FedAvg with SAM clients is FedSAM, which has no such setting."""
+
+
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Returns the settings in which two resolved configs differ, as ``key = saved value (here: value)``.
 
@@ -123,8 +127,9 @@ def settings_of(folder: Path) -> dict[str, str]:
 def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Returns the settings that tell configs apart, by a short name: the end of the key, long enough to be unique.
 
-    These are the settings that all of them have and in which they differ, and of the others those that are needed: a
-    radius that only one of two algorithms has adds nothing to their names. Seeds and execution do not count.
+    These are the settings that all of them have and in which they differ, what `COMPOSED` adds to some of them, and of
+    the others those that are needed: a radius that only one of two algorithms has adds nothing to their names. Seeds
+    and execution do not count.
 
     Args:
         configs: Settings of each config, as `flatten` returns them.
@@ -133,7 +138,8 @@ def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
         The keys by short name; none if they do not tell all configs apart.
     """
     apart = varying(configs)
-    found = [key for key in apart if all(key in config for config in configs)]
+    composed = [key for key in COMPOSED if any(config.get(key, "null") != "null" for config in configs)]
+    found = [key for key in apart if key in composed or all(key in config for config in configs)]
 
     def kinds(keys: Sequence[str]) -> int:
         return len({tuple(config.get(key) for key in keys) for config in configs})

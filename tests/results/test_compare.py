@@ -209,6 +209,9 @@ def test_settings_that_tell_configs_apart() -> None:
     assert telling([deep, {**two, "model.net.model": "4"}]) == {"model": "model", "net.model": "model.net.model"}
     both = [other, {**other, "model.rho": "1", "model.ascent.rho": "2"}]
     assert telling(both) == {"model.rho": "model.rho", "ascent.rho": "model.ascent.rho"}
+    composed = {**one, "model.ascent": "SAM", "model.ascent.rho": "0.1"}
+    assert telling([composed, two]) == {"model": "model", "ascent": "model.ascent"}
+    assert telling([{**one, "model.ascent": "null"}, two]) == {"model": "model"}
 
 
 def test_runs_that_have_not_ended_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
