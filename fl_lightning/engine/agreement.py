@@ -55,11 +55,13 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
     Args:
         engine: The engine; the check changes neither it nor its objective.
         sequential: The sequential engine of the same objective.
-        jobs: One process's share of a cohort.
+        jobs: One process's share of a cohort; nothing is compared if it is empty.
 
     Raises:
         UserError: If the hooks give different results for several clients at once and for each.
     """
+    if not jobs:
+        return
     jobs = with_padding(unlike(jobs))
     try:
         _compare(engine, sequential, jobs, precise=accumulator_dtype(sequential.net.device) == torch.float64)

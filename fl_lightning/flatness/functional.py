@@ -9,6 +9,7 @@ Several processes may share the samples: each calls the same function with its o
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -158,6 +159,18 @@ class LossAt:
         Backward passes are made in it: those of a checkpoint of activations call parts of the network again.
         """
         return while_at(self.model, self._weights(), self._places, do)
+
+    def padding(self) -> Tensor:
+        """Returns which weights are the embedding of a padding, to which torch gives no gradient, ``(d,)``."""
+        marks = {
+            name: torch.zeros(shape, dtype=torch.bool) for name, shape in zip(self.names, self._shapes, strict=True)
+        }
+        owners = Counter(id(p) for module in self.model.modules() for p in module.parameters(recurse=False))
+        for prefix, module in self.model.named_modules():
+            name = f"{prefix}.weight".lstrip(".")
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None and name in marks:
+                marks[name][module.padding_idx] = owners[id(module.weight)] == 1  # else the gradient of the other's use
+        return torch.cat([mark.reshape(-1) for mark in marks.values()]).to(self.w.device)
 
     def slope(self) -> tuple[Tensor, int]:
         """Returns the gradient of the sum of this process's losses, ``(d,)``, and the number of its samples."""

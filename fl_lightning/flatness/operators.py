@@ -215,7 +215,8 @@ class Differences(Operator):
 
     For nets that have no second derivative, or a slow one: attention may be fused, activations computed again. A
     product takes two gradients and keeps no graph. The error is about e² / 6 times the third derivative of the gradient
-    along v, plus rounding, u / e with u the unit roundoff.
+    along v, plus rounding, u / e with u the unit roundoff. The embedding of a padding does not move, since it has no
+    gradient: else the matrix would not be symmetric.
 
     That holds for smooth nets. With kinks (ReLU, max-pooling) a difference that crosses some is the curvature of the
     loss smoothed over e, not the Hessian of double backward: see :meth:`halving`.
@@ -247,6 +248,7 @@ class Differences(Operator):
         super().__init__(_hessian, model, loss, batches, at, keep_graph=False, **options)
         roundoff = torch.finfo(self.dtype).eps / 2
         self.step = roundoff ** (1 / 3) * max(1.0, float(self.f.w.detach().norm())) if step is None else step
+        self._padding = self.f.padding()
 
     def _gradient(self, w: Tensor) -> Tensor:
         f = copy(self.f)
@@ -259,7 +261,7 @@ class Differences(Operator):
         if v.ndim == 2:
             return super().__matmul__(v)
         ensure(v.shape[:1] == self.shape[:1], f"v: {tuple(v.shape)} does not fit a matrix {self.shape}")
-        v, w = v.to(self.f.w), self.f.w.detach()
+        v, w = v.to(self.f.w).masked_fill(self._padding, 0), self.f.w.detach()
         length = v.norm()
         if not length:
             return torch.zeros_like(w)

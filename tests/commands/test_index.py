@@ -151,6 +151,13 @@ def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
     assert found is not None and meant in found
 
 
+@pytest.mark.parametrize(("slip", "kind"), [("path=a.npz", "Arrays"), ("num_clients=5", ""), ("partition.alpha=5", "")])
+def test_a_setting_of_the_data_before_their_class(slip: str, kind: str) -> None:
+    """The line names what was given, and what goes before it."""
+    found = line_of(FederatedCLI, "fit", "--model=FedAvg", "--model.net=DigitsMLP", f"--data.{slip}", "--data=Digits")
+    assert found is not None and f"data.{slip.replace('=', ' = ')}: give its class first: --data {kind}" in found
+
+
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
     ("slip", "meant"),

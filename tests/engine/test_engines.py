@@ -40,6 +40,7 @@ from fl_lightning import (
 from fl_lightning.algorithms.parts.local_optimizer import Cosine
 from fl_lightning.core import Draws
 from fl_lightning.engine import ENGINES, BatchedEngine, GraphedEngine, Job, LocalResult, SequentialEngine, choice
+from fl_lightning.engine.agreement import check
 from fl_lightning.engine.base import changed
 from fl_lightning.engine.record import Numbers, RecordedRound
 from fl_lightning.trainer.callbacks import Callback
@@ -387,6 +388,12 @@ def test_the_check_sees_mistakes_at_any_learning_rate(lr: float, tmp_path: Path)
 
     with pytest.raises(UserError, match="something else than for each, in the weights; reduce over the last axis"):
         train(tmp_path, NormOfAll(net=Net(), optimizer=SGD(lr)), "batched", precision="32-true")
+
+
+def test_a_process_without_a_client_compares_nothing(tmp_path: Path) -> None:
+    """As the second of two processes in a first round with one client."""
+    engine = train(tmp_path, FedAvg(Small()), "batched", max_rounds=1).engine
+    check(engine, engine, [])
 
 
 class Entropy(LocalObjective):

@@ -11,9 +11,19 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fl_lightning import SGD, Digits, Dirichlet, FedAvg, FederatedTrainer, FlatnessMonitor, LambdaMax, UserError
+from fl_lightning import (
+    SGD,
+    Digits,
+    Dirichlet,
+    FastText,
+    FedAvg,
+    FederatedTrainer,
+    FlatnessMonitor,
+    LambdaMax,
+    UserError,
+)
 from fl_lightning.core import FlatSpec
-from fl_lightning.flatness import finite_differences, gradient, hessian, lambda_max, trace
+from fl_lightning.flatness import LossAt, finite_differences, gradient, hessian, lambda_max, trace
 from tests.problem import Golden
 
 CE = nn.CrossEntropyLoss(reduction="none")
@@ -49,6 +59,19 @@ def test_smooth_nets_agree_with_double_backward(golden: Golden, dtype: torch.dty
     u = v[: hessian(net, CE, data, **few).shape[0]]
     block = hessian(net, CE, data, **few) @ u
     assert float((finite_differences(net, CE, data, **few) @ u - block).norm() / block.norm()) < rtol
+
+
+def test_padding_does_not_move() -> None:
+    """Its embedding has no gradient: the matrix is that of double backward, and symmetric; not where it is shared."""
+    torch.manual_seed(0)
+    net, w = FastText(vocabulary=6, dim=3).double(), nn.Embedding(6, 3, padding_idx=0)
+    data = [(torch.randint(6, (9, 4)) * torch.tensor([1, 1, 0, 0]), torch.randint(4, (9,)))]
+    eye = torch.eye(FlatSpec(net).d, dtype=torch.float64)
+    torch.testing.assert_close(finite_differences(net, CE, data) @ eye, hessian(net, CE, data) @ eye, atol=1e-8, rtol=0)
+    head = nn.Linear(3, 6)
+    head.weight = w.weight
+    shared = LossAt(nn.Sequential(w, nn.Flatten(), head), CE, data)
+    assert not shared.padding().any() and LossAt(w, CE, data).padding().sum() == 3
 
 
 def test_kinks_are_found_by_halving(golden: Golden) -> None:

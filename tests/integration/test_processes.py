@@ -333,7 +333,7 @@ SHARED = [[0, 1, 2, 3, 4], [5, 1], [0, 5, 3], [1, 2, 5]]
             for case in (
                 ("FedSMOO", SHARED, ()),
                 ("FedAvg", [*SHARED, [5], *SHARED], ()),
-                ("SCAFFOLD", SHARED, ["--trainer.engine=batched"]),
+                ("SCAFFOLD", [[5], *SHARED], ["--trainer.engine=batched"]),
                 ("FedDyn", SHARED, UNEVEN),
                 ("FedSAM", SHARED, ["--trainer.faults=Faults", "--trainer.faults.drop_after=0.2"]),
                 ("many.Full", SHARED, ["--trainer.engine=batched"]),

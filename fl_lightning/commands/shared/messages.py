@@ -201,7 +201,7 @@ def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
     path, message = refusal.path, refusal.message
     kind, value = match[1], match[2] or first_of(r"Given value: (.*)", message)
     nested = re.fullmatch(r"NestedArg\(key='([^']+)', val=(.*)\)", value)
-    if nested and "." in (above := path.removesuffix(f".{nested[1]}")):
+    if nested and ("." in (above := path.removesuffix(f".{nested[1]}")) or above == "data"):
         return _of_no_class(above, nested[1], nested[2].strip("'"))
     if abstract := re.search(r"but ([\w.]*) ?is abstract$", kind):
         module, _, name = (given := abstract[1] or value).rpartition(".")
@@ -226,9 +226,12 @@ def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
 
 def _of_no_class(path: str, name: str, value: str) -> str:
     """Returns the line for a setting of a value that is no class, or of a class that is not given."""
-    kinds = [kind for kind in fitting_classes(path, ()) if name in setting_names(kind)]
+    given, fitting = f"{path}.{name} = {value:.60}: ", fitting_classes(path, ())
+    kinds = [kind for kind in fitting if name in setting_names(kind)]
+    if path == "data":
+        return f"{given}give its class first: --{path} {[*kinds, *fitting][0]}; --config, if there is one, goes first"
     alone = f"{path} has no settings of its own; give --{path} VALUE"
-    return f"{path}.{name} = {value:.60}: " + (f"give its class first: --{path} {kinds[0]}" if kinds else alone)
+    return given + (f"give its class first: --{path} {kinds[0]}" if kinds else alone)
 
 
 def _raised_by_a_class(path: str, message: str, own: Sequence[str]) -> str:
