@@ -107,6 +107,7 @@ def _rounds(
 ) -> Iterator[dict[int, Exchange]]:
     """Calls the hooks of two rounds; yields what each shows."""
     dry.objective, name, passes = objective, type(objective).__name__, 0
+    owners = (objective, objective.optimizer, *objective.all_parts)
     contract = dict[int, Exchange]()
     client = State.initial(objective.client_inits(), w0, server.w)
     scratch = State.initial(objective.scratch_inits(), w0, server.w)
@@ -130,7 +131,7 @@ def _rounds(
         if not phase:
             before = server
             server = objective.round_start(server, total, now)
-        watched = Watched((objective, objective.optimizer, *objective.all_parts))
+        watched = Watched(owners)
         sent = objective.begin_phase(server, now)
         carry, fixed = dry.begin(client | scratch, sent, local, w0)
         carry = dry.step(carry, fixed, evaluate)
@@ -145,7 +146,7 @@ def _rounds(
             continue
         averages = Uploads(objective.wire[1], objective.weighting, [local], w0)
         averages.add(arrived, 1)
-        watched = Watched((objective, *objective.all_parts))
+        watched = Watched(owners)
         now = replace(now, logs=Logs(objective.all_logs))
         server = objective.finish_phase(server, sent, averages, now)
         if phase == phases[-1]:

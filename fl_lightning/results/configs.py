@@ -82,7 +82,8 @@ def setting_of(config: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         if not isinstance(at, Mapping):
             return None
-        at = {**at, **(at.get("init_args") or {})}.get(name)
+        settings = at.get("init_args")
+        at = (settings if isinstance(settings, Mapping) and name in settings else at).get(name)
     return at
 
 

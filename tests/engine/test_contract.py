@@ -83,6 +83,20 @@ def test_what_is_set_once_is_a_warning_unless_it_is_a_cache(where: str, tmp_path
     }[where]
 
 
+class Cools(FedAvg):
+    """The server's step lowers the learning rate."""
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        self.optimizer.lr *= 0.9
+        return super().server_step(server, sent, uploads, ctx)
+
+
+def test_a_setting_of_the_optimizer_is_in_checkpoints(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tmp_path, Cools(net=Small()), "sequential", max_rounds=1)
+
+
 def test_what_it_shows_by_phase() -> None:
     """Of a part whose clients also train alone, with SAM in the round; of two phases; of an upload that is shorter."""
     d = 307
