@@ -179,6 +179,7 @@ def test_a_setting_of_the_data_before_their_class(slip: str, kind: str) -> None:
         ("--model.ascent fl_lightning.Ascent", "Ascent: an abstract class; give one below it that defines __call__"),
         ("--trainer.faults 0.5", "trainer.faults = 0.5: no such class; choose from Faults. A class of your own"),
         ("--model.metrics acc", "model.metrics = acc: expected a list; give [acc], or --model.metrics+=acc"),
+        ("--model.metrics a,b", "model.metrics = a,b: expected a list; give [a,b]"),
         ("--trainer.callbacks mine.Own", "callbacks = mine.Own: expected a list; give [mine.Own], or --trainer.cal"),
         (
             "--data=HuggingFace --data.inputs=a --data.dataset.path=b",
@@ -207,6 +208,17 @@ def test_a_setting_of_the_data_before_their_class(slip: str, kind: str) -> None:
 def test_slips_that_only_the_parser_sees(slip: str, meant: str) -> None:
     found = line_of(FederatedCLI, "fit", "--config=quickstart", *shlex.split(slip))
     assert found is not None and meant in found
+    assert "+=a,b" not in found
+
+
+def test_lists_of_a_subcommand_need_no_brackets() -> None:
+    given = ["--clients", "2,5", "--splits=train,test", "--labels", "[A]", "--compare", "a"]
+    config = FederatedCLI("landscape", "--config=quickstart", "--ckpt_path=x", *given).config
+    assert config.clients == [2, 5] and config.splits == ["train", "test"]
+    assert config.labels == ["A"] and config.compare == ["a"]
+    config = FederatedCLI("flatness", "--config=quickstart", "--ckpt_path=x", "--metrics", "LambdaMax,LPF").config
+    assert [each.class_path for each in config.metrics] == ["fl_lightning.LambdaMax", "fl_lightning.LPF"]
+    assert FederatedCLI("flatness", "--config=quickstart", "--ckpt_path=x", "--metrics", "null").config.metrics is None
 
 
 @pytest.mark.parametrize(

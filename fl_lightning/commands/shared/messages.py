@@ -15,6 +15,7 @@ from fl_lightning.commands.shared.arguments import config_names
 from fl_lightning.commands.shared.index import (
     FOREIGN,
     MOST,
+    PARTS,
     ArgumentsError,
     entry,
     first_of,
@@ -217,7 +218,7 @@ def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
     name, listed = value.strip("[]"), kind.rpartition(".")[2] in ("list", "Sequence")
     if listed and path in FOREIGN and re.fullmatch(r"\w+", name) and name not in fitting_classes(path, ()):
         return unknown_class(path, name, "")
-    appended = "" if "{" in name else f", or --{path}+={name:.60}"
+    appended = f", or --{path}+={name:.60}" if path.partition(".")[0] in PARTS and not re.search("[{,]", name) else ""
     remedy = f"; give [{name:.60}]{appended}" if listed else ""
     if kind == "int" and re.fullmatch(r"-?\d+\.0", value):  # also 1e3, as YAML reads it
         remedy = f"; write {value.removesuffix('.0')}"

@@ -7,13 +7,13 @@ import argparse
 import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin
 
 import yaml
 from docstring_parser import parse
@@ -127,7 +127,7 @@ class Command:
         spelled = {f"--{each}" for name in self.flags for each in (name, name.replace("_", "-"))}
         self.args = own = [  # a flag stands alone, or before true or false: what else follows is an argument of its own
             f"{arg}=true" if arg in spelled and not isinstance(_load(after), bool) else arg
-            for arg, after in pairwise([*joined(args), "--"])
+            for arg, after in pairwise([*_lists(joined(args), self.parameters), "--"])
         ]
         self.places = [
             name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY and name not in (*PARTS, "cli")
@@ -193,6 +193,16 @@ class Command:
         given |= {name: value for name, value in instead.items() if name in given}
         positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
         self.function(*positional, *self.settings, **given)
+
+
+def _lists(args: Sequence[str], parameters: Mapping[str, inspect.Parameter]) -> Iterator[str]:
+    """Yields the arguments of a subcommand; the values of its options that are lists may be given as in 0,1,2."""
+    kinds = {f"--{name}": (p.annotation, *get_args(p.annotation)) for name, p in parameters.items()}
+    for before, arg in pairwise(["", *args]):
+        option, _, value = arg.partition("=") if arg.startswith("--") else (before, "", arg)
+        plain = value and value[0] not in "[({" and value != "null"
+        is_list = any(get_origin(kind) is Sequence for kind in kinds.get(option, ()))
+        yield f"{arg.removesuffix(value)}[{value}]" if plain and is_list else arg
 
 
 DOTTED = re.compile(r"(?<![\w./])(?!fl_lightning\.)[A-Za-z_]\w*\.[A-Za-z_]")
