@@ -52,6 +52,11 @@ class Composed(Hooks):
         return self, *self.all_parts
 
     @property
+    def with_hooks(self) -> tuple[object, ...]:
+        """The objects whose hooks train: this one, its optimizer and its parts."""
+        return self, self.optimizer, *self.all_parts
+
+    @property
     def _configured(self) -> tuple[object, ...]:
         return *self._owners, self.optimizer, self.loss
 

@@ -31,7 +31,10 @@ LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch"}
 
 
 def own_objects(owners: Collection[object]) -> list[object]:
-    """Returns objects and, besides nets, the objects of other packages than libraries that they hold, also in lists."""
+    """Returns objects and, besides nets, the objects of other packages than libraries that they hold, also in lists.
+
+    The classes of all of them that are not this package's follow: their attributes are those of each object, too.
+    """
     found = {id(owner): owner for owner in owners}
     seen, waiting = {*found}, [*chain.from_iterable(vars(owner).values() for owner in found.values())]
     while waiting:
@@ -46,12 +49,37 @@ def own_objects(owners: Collection[object]) -> list[object]:
         elif _is_own(value):
             found[id(value)] = value
             waiting += vars(value).values()
-    return [*found.values()]
+    kinds = dict.fromkeys(kind for value in found.values() for kind in type(value).__mro__)
+    return [*found.values(), *(kind for kind in kinds if _package(kind) not in {*LIBRARIES, "fl_lightning"})]
+
+
+def class_of(owner: object) -> type:
+    """Returns the class of one of `own_objects`; of a class, itself."""
+    return owner if isinstance(owner, type) else type(owner)
 
 
 def _is_own(value: object) -> bool:
-    package = type(value).__module__.partition(".")[0]
-    return package not in LIBRARIES and not isinstance(value, nn.Module | Tensor) and hasattr(value, "__dict__")
+    is_net = isinstance(value, nn.Module | Tensor)
+    return _package(type(value)) not in LIBRARIES and not is_net and hasattr(value, "__dict__")
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    """Returns the attributes of an object, or of a class, but for Python's own."""
+    return {name: value for name, value in vars(owner).items() if name[:2] != "__"}
+
+
+def _set_back(owner: object, attributes: dict[str, Any]) -> None:
+    """Makes attributes the only ones of an object, past a `__setattr__` of its class, or of a class."""
+    now = _attributes(owner)
+    is_class = isinstance(owner, type)
+    for name in now.keys() - attributes.keys():
+        delattr(owner, name) if is_class else vars(owner).pop(name)
+    for name in (name for name, value in attributes.items() if now.get(name, owner) is not value):
+        setattr(owner, name, attributes[name]) if is_class else vars(owner).update({name: attributes[name]})
 
 
 @contextmanager
@@ -60,9 +88,9 @@ def contents_kept(owners: Collection[object]) -> Iterator[None]:
 
     Within it the lists, mappings and generators are copies.
     """
-    kept, copies = [(owner, {**vars(owner)}) for owner in own_objects(owners)], dict[int, Any]()
+    kept, copies = [(owner, _attributes(owner)) for owner in own_objects(owners)], dict[int, Any]()
     for owner, attributes in kept:
-        vars(owner).update({name: _apart(value, copies) for name, value in attributes.items()})
+        _set_back(owner, {name: _apart(value, copies) for name, value in attributes.items()})
     tensors = [v for v in copies.values() if isinstance(v, Tensor) and not v.is_inference()]
     values = [(v, v._version, v.detach().clone()) for v in tensors]
     try:
@@ -72,9 +100,7 @@ def contents_kept(owners: Collection[object]) -> Iterator[None]:
             if tensor._version != version:
                 tensor.detach().copy_(value)
         for owner, attributes in kept:
-            for name in vars(owner).keys() - attributes.keys():
-                del vars(owner)[name]
-            vars(owner).update(attributes)
+            _set_back(owner, attributes)
 
 
 def _apart(value: Any, copies: dict[int, Any]) -> Any:
@@ -101,12 +127,12 @@ class Watched:
 
     def __init__(self, owners: Collection[object]) -> None:
         self._given = {id(owner) for owner in owners}
-        self._before = [(owner, {**vars(owner)}, _inside(owner)) for owner in own_objects(owners)]
+        self._before = [(owner, _attributes(owner), _inside(owner)) for owner in own_objects(owners)]
 
     def changed(self) -> Iterator[tuple[object, str]]:
         """Yields each object with an attribute that is not what it was; what is new may be a cache."""
         for owner, before, inside in self._before:
-            set_again = {name for name, value in vars(owner).items() if before.get(name, value) is not value}
+            set_again = {name for name, value in _attributes(owner).items() if before.get(name, value) is not value}
             now = _inside(owner)
             within = {name for name, held in inside.items() if name in now and not _same(held, now[name])}
             yield from ((owner, name) for name in sorted(set_again | within))
@@ -114,8 +140,8 @@ class Watched:
     def added(self) -> Iterator[tuple[object, str]]:
         """Yields each object with an attribute that it did not have; a property that is cached does not count."""
         for owner, before, _ in self._before:
-            for name in sorted(vars(owner).keys() - before.keys()):
-                if not isinstance(getattr(type(owner), name, None), cached_property):
+            for name in sorted(_attributes(owner).keys() - before.keys()):
+                if not isinstance(getattr(class_of(owner), name, None), cached_property):
                     yield owner, name
 
     def warn_of_clients(self) -> None:
@@ -123,8 +149,8 @@ class Watched:
         for owner, name in self.changed():
             if name[0] != "_":
                 warn(
-                    f"{type(owner).__name__} changes self.{name} while clients train: a resumed run, and each other "
-                    f"process, lacks it; {_remedy(vars(owner)[name], 'client_state')}",
+                    f"{class_of(owner).__name__} changes self.{name} while clients train: a resumed run, and each "
+                    f"other process, lacks it; {_remedy(vars(owner)[name], 'client_state')}",
                     stacklevel=3,
                 )
 
@@ -139,9 +165,9 @@ class Watched:
             values = (old[id(owner)][name], vars(owner)[name])
             plain = name[0] != "_" and all(isinstance(v, bool | int | float | str) for v in values)
             known = plain and not numbers and id(owner) in self._given
-            if not known and not isinstance(getattr(type(owner), name, None), cached_property):
+            if not known and not isinstance(getattr(class_of(owner), name, None), cached_property):
                 warn(
-                    f"{type(owner).__name__} sets self.{name} in the server's step: a resumed run lacks it; "
+                    f"{class_of(owner).__name__} sets self.{name} in the server's step: a resumed run lacks it; "
                     f"{_remedy(vars(owner)[name], 'server_state')}, unless each round sets it again",
                     stacklevel=3,
                 )
@@ -155,7 +181,7 @@ def _remedy(value: object, state: str) -> str:
 def _inside(owner: object) -> dict[str, list[Any]]:
     """Returns what differs after attributes have been changed in place; private mappings and sets may be caches."""
     # a look at the class is faster than isinstance, which asks the class of tensors
-    named = vars(owner).items()
+    named = _attributes(owner).items()
     return {n: _held(v) for n, v in named if issubclass(type(v), NO_CACHES if n[0] == "_" else CHANGEABLE)}
 
 

@@ -27,6 +27,7 @@ from fl_lightning.core import (
     Uploads,
     UserError,
     Watched,
+    class_of,
     contents_kept,
     described,
     ensure,
@@ -92,13 +93,13 @@ def _two_rounds(
 ) -> tuple[dict[int, Exchange], dict[str, Any]]:
     """Does what `dry_step` says, and leaves no trace; returns also the attributes that only the first round has set."""
     real = engine.objective
-    with contents_kept((real, real.optimizer, *real.all_parts)):
+    with contents_kept(real.with_hooks):
         objective = held(real)
-        begun, added = Watched((objective, objective.optimizer, *objective.all_parts)), list[dict[str, Any]]()
+        begun, added = Watched(objective.with_hooks), list[dict[str, Any]]()
         contract = dict[int, Exchange]()
         for shown in _rounds(objective, copy(engine), server, w0, classes, ctx):
             contract |= shown
-            added.append({f"{type(owner).__name__}.{name}": vars(owner)[name] for owner, name in begun.added()})
+            added.append({f"{class_of(owner).__name__}.{name}": vars(owner)[name] for owner, name in begun.added()})
     return contract, {name: value for name, value in added[0].items() if added[1].get(name) is value}
 
 
@@ -107,7 +108,7 @@ def _rounds(
 ) -> Iterator[dict[int, Exchange]]:
     """Calls the hooks of two rounds; yields what each shows."""
     dry.objective, name, passes = objective, type(objective).__name__, 0
-    owners = (objective, objective.optimizer, *objective.all_parts)
+    owners = objective.with_hooks
     contract = dict[int, Exchange]()
     client = State.initial(objective.client_inits(), w0, server.w)
     scratch = State.initial(objective.scratch_inits(), w0, server.w)

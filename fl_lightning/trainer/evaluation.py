@@ -175,6 +175,7 @@ class Evaluator:
             sums += rows @ one_hot(y, classes).to(sums.dtype)  # in an order that does not vary
         return sums
 
+    @torch.no_grad()  # a loss may have parameters
     def _outputs(self, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Returns outputs for the data's classes, ``(n, C, ...)``, and the loss of each sample, ``(n,)``."""
         z = self.logits(w, x, self.by_batch).to(self.dtype)

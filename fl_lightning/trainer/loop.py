@@ -1,13 +1,14 @@
 """The engine of a run, and the loop over its rounds; the local training of several runs may be one program."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
 from fl_lightning import engine
-from fl_lightning.core import UserError, ensure
+from fl_lightning.core import UserError, contents_kept, ensure
 from fl_lightning.engine import EngineName, Job, LocalResult
 from fl_lightning.trainer import program
 from fl_lightning.trainer.callbacks import Checkpoints, Progress
@@ -181,16 +182,18 @@ def choose_engine(runs: Sequence[Run]) -> None:
     if chosen == "auto" and run.finished:
         chosen = "sequential"
     if chosen == "auto":
-        jobs, reason = _sample(runs), ""
+        reason = ""
         if fabric.is_global_zero:
             rounds = (run.max_rounds - run.rounds_done) * run.objective.phases
-            chosen, reason, _ = engine.choose(run.make_engine, jobs, rounds, run.settings.compile)
+            with _sample(runs) as jobs:
+                chosen, reason, _ = engine.choose(run.make_engine, jobs, rounds, run.settings.compile)
         chosen, reason = fabric.broadcast((chosen, reason))
         if reason and any(isinstance(callback, Progress) for callback in run.callbacks):
             fabric.print(f"engine: {chosen} ({reason})")
     made = run.make_engine(chosen)
     if given != "auto" and (made.trains_several or chosen not in engine.ENGINES) and not run.finished:
-        engine.check(made, run.engine, _sample(runs))
+        with _sample(runs) as jobs:
+            engine.check(made, run.engine, jobs)
     for each in runs:
         each.engine_name, each.engine = chosen, made
 
@@ -201,14 +204,21 @@ def seconds_left(runs: Sequence[Run]) -> float:
     Nothing is compiled for that: it would take longer than many a run.
     """
     run = runs[0]
-    jobs, rounds = _sample(runs), (run.max_rounds - run.rounds_done) * run.objective.phases
+    rounds = (run.max_rounds - run.rounds_done) * run.objective.phases
     make = partial(run.make_engine, compile=False)
-    if run.settings.engine == "auto":
-        return engine.choose(make, jobs, rounds, compile=False).seconds
-    return rounds * engine.seconds(make(run.settings.engine), jobs)
+    with _sample(runs) as jobs:
+        if run.settings.engine == "auto":
+            return engine.choose(make, jobs, rounds, compile=False).seconds
+        return rounds * engine.seconds(make(run.settings.engine), jobs)
 
 
-def _sample(runs: Sequence[Run]) -> list[Job]:
-    """Returns the jobs of this process in the first phase of the next round, of the runs that train at once next."""
-    rounds = [Round(run, Cohort.drawn(run, run.rounds_done)) for run in _together(runs)]
-    return [job for each in rounds for job in Phase(each, each.cohort).send()]
+@contextmanager
+def _sample(runs: Sequence[Run]) -> Iterator[list[Job]]:
+    """Yields the jobs of this process in the first phase of the next round, of the runs that train at once next.
+
+    On exit, hooks have kept nothing of it.
+    """
+    together = _together(runs)
+    with contents_kept([owner for run in together for owner in run.objective.with_hooks]):
+        rounds = [Round(run, Cohort.drawn(run, run.rounds_done)) for run in together]
+        yield [job for each in rounds for job in Phase(each, each.cohort).send()]

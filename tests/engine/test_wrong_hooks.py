@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -797,6 +797,48 @@ def test_what_the_server_s_step_keeps_is_that_of_the_rounds(where: str, tmp_path
         assert {of.draw.random() for of in objectives} == {draw.random()}
 
 
+class OnItsClass(LocalObjective):
+    """The server's step keeps something on the class: a list that all objects share, or a number."""
+
+    past: ClassVar[list[int]] = []
+    calls = 0
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        self.past.append(ctx.t)
+        type(self).calls += 1
+        return server.replace(w=sent.w + (uploads.mean("w") - sent.w) / (len(self.past) + self.calls))
+
+
+class Toggling(Stepping):
+    """A flag that each round turns."""
+
+    flag = False
+
+    def begin_phase(self, server: State, ctx: Any) -> State:
+        self.flag = not self.flag
+        return super().begin_phase(server, ctx)
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        return grad(w) * (1.5 if self.flag else 0.5), client
+
+
+@pytest.mark.parametrize("kind", [OnItsClass, Toggling])
+def test_what_a_class_keeps_and_what_each_round_turns_is_that_of_the_rounds(
+    kind: type[LocalObjective], tmp_path: Path
+) -> None:
+    """Neither a dry step, nor the check of an engine, nor a record adds to it, or turns it."""
+    runs = []
+    for name, callbacks in (("sequential", []), ("graphed", [Watches()]), ("graphed", [])):
+        OnItsClass.past.clear()
+        OnItsClass.calls = 0
+        of = kind(net=Small(), optimizer=SGD(0.1))
+        with pytest.warns(UserWarning, match=rf"{kind.__name__} (changes|sets) self\.(past|flag) .* a resumed run"):
+            runs.append(train(tmp_path, of, name, callbacks=callbacks, eval_every=5, max_rounds=4))
+        assert OnItsClass.past == [*range(4 * (kind is OnItsClass))]
+    assert_close(runs[0], runs[1])
+    assert torch.equal(runs[1].server.w, runs[2].server.w)
+
+
 class Focal(nn.Module):
     """A loss with a parameter."""
 
@@ -809,6 +851,7 @@ class Focal(nn.Module):
         return (1 - torch.exp(-ce)) ** self.power * ce
 
 
+@pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
 def test_a_parameter_of_the_loss_is_a_constant_unless_the_net_has_it(tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning, match=r"model\.loss\.power stays as it is: only parameters of model\.net are trained"
