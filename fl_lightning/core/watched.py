@@ -67,14 +67,20 @@ def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def _attributes(owner: object) -> dict[str, Any]:
+def _own(owner: object) -> dict[str, Any]:
     """Returns the attributes of an object, or of a class, but for Python's own."""
     return {name: value for name, value in vars(owner).items() if name[:2] != "__"}
 
 
+def _attributes(owner: object) -> dict[str, Any]:
+    """Returns what `_own` returns; a module's buffers and parameters are attributes as well."""
+    of_module = ("_buffers", "_parameters") if isinstance(owner, nn.Module) else ()
+    return {**_own(owner), **{name: v for of in of_module for name, v in vars(owner)[of].items()}}
+
+
 def _set_back(owner: object, attributes: dict[str, Any]) -> None:
     """Makes attributes the only ones of an object, past a `__setattr__` of its class, or of a class."""
-    now = _attributes(owner)
+    now = _own(owner)
     is_class = isinstance(owner, type)
     for name in now.keys() - attributes.keys():
         delattr(owner, name) if is_class else vars(owner).pop(name)
@@ -88,7 +94,7 @@ def contents_kept(owners: Collection[object]) -> Iterator[None]:
 
     Within it the lists, mappings and generators are copies.
     """
-    kept, copies = [(owner, _attributes(owner)) for owner in own_objects(owners)], dict[int, Any]()
+    kept, copies = [(owner, _own(owner)) for owner in own_objects(owners)], dict[int, Any]()
     for owner, attributes in kept:
         _set_back(owner, {name: _apart(value, copies) for name, value in attributes.items()})
     tensors = [v for v in copies.values() if isinstance(v, Tensor) and not v.is_inference()]
@@ -150,7 +156,7 @@ class Watched:
             if name[0] != "_":
                 warn(
                     f"{class_of(owner).__name__} changes self.{name} while clients train: a resumed run, and each "
-                    f"other process, lacks it; {_remedy(vars(owner)[name], 'client_state')}",
+                    f"other process, lacks it; {_remedy(getattr(owner, name), 'client_state')}",
                     stacklevel=3,
                 )
 
@@ -162,13 +168,13 @@ class Watched:
         """
         old = {id(owner): before for owner, before, _ in self._before}
         for owner, name in self.changed():
-            values = (old[id(owner)][name], vars(owner)[name])
+            values = (old[id(owner)][name], getattr(owner, name))
             plain = name[0] != "_" and all(isinstance(v, bool | int | float | str) for v in values)
             known = plain and not numbers and id(owner) in self._given
             if not known and not isinstance(getattr(class_of(owner), name, None), cached_property):
                 warn(
                     f"{class_of(owner).__name__} sets self.{name} in the server's step: a resumed run lacks it; "
-                    f"{_remedy(vars(owner)[name], 'server_state')}, unless each round sets it again",
+                    f"{_remedy(getattr(owner, name), 'server_state')}, unless each round sets it again",
                     stacklevel=3,
                 )
 

@@ -99,7 +99,7 @@ def _two_rounds(
         contract = dict[int, Exchange]()
         for shown in _rounds(objective, copy(engine), server, w0, classes, ctx):
             contract |= shown
-            added.append({f"{class_of(owner).__name__}.{name}": vars(owner)[name] for owner, name in begun.added()})
+            added.append({f"{class_of(owner).__name__}.{name}": getattr(owner, name) for owner, name in begun.added()})
     return contract, {name: value for name, value in added[0].items() if added[1].get(name) is value}
 
 

@@ -1,12 +1,14 @@
 """Evaluation of weights, which fit, validate, test, corruptions and measurements share."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 from torch.nn.functional import one_hot
 from torch.optim.swa_utils import update_bn
 from torchmetrics import Metric
@@ -14,11 +16,26 @@ from torchmetrics import Metric
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.metrics import Scores
 from fl_lightning.algorithms.parts.buffers import Buffers
-from fl_lightning.core import FlatNet, State, UserError, accumulator_dtype, eval_mode, forward_at, seeded, to_device
+from fl_lightning.core import (
+    FlatNet,
+    State,
+    UserError,
+    Watched,
+    accumulator_dtype,
+    contents_kept,
+    ensure,
+    eval_mode,
+    folded,
+    forward_at,
+    seeded,
+    to_device,
+)
 from fl_lightning.data import FederatedDataModule, Regression
 from fl_lightning.trainer.runtime import collectives
 
 Split = Literal["train", "val", "test"]
+MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
+"""Errors that a net or a loss raises on input of the wrong shape or type."""
 
 
 class Evaluator:
@@ -175,6 +192,39 @@ class Evaluator:
             sums += rows @ one_hot(y, classes).to(sums.dtype)  # in an order that does not vary
         return sums
 
+    def check_loss(self, logits: Tensor, y: Tensor) -> None:
+        """Checks that the loss gives a value for each sample, ``(n,)``; what it keeps is a warning.
+
+        Args:
+            logits: Outputs of the net, ``(n, ...)``.
+            y: Their targets, ``(n, ...)``.
+
+        Raises:
+            UserError: If it cannot take them, or gives something else.
+        """
+        loss, task = self.objective.loss, self.data.task
+        name = f"model.loss = {type(loss).__name__}"
+        wrong = not task.by_class and isinstance(loss, nn.CrossEntropyLoss)  # takes y for probabilities
+        ensure(not wrong, f"{name}: for classes, these targets are none; choose a loss {task.remedy}")
+        try:
+            with contents_kept((loss,)):
+                watched = Watched((loss,))
+                shape = tuple(loss(logits, y).shape)
+                kept = sorted({of for _, of in watched.changed()})
+        except MISFIT as error:
+            raise UserError(
+                f"{name} cannot take logits {tuple(logits.shape)} and labels {tuple(y.shape)} "
+                f"{why(error, f'choose a loss {task.remedy}')}"
+            ) from None
+        one = f"it must give one loss per sample, {(len(y),)}"
+        ensure(shape == (len(y),), f"{name} gives a value of shape {shape}; {one}")
+        if kept:
+            rank_zero_warn(
+                f"{name} changes self.{', self.'.join(kept)} when it is called: a resumed run, and each other process, "
+                "lacks it; make it a function of logits and labels alone",
+                stacklevel=5,
+            )
+
     @torch.no_grad()  # a loss may have parameters
     def _outputs(self, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Returns outputs for the data's classes, ``(n, C, ...)``, and the loss of each sample, ``(n,)``."""
@@ -234,3 +284,10 @@ class Evaluator:
         sums = buffers.vector(net) * seen
         total = collectives.all_reduce_sum(fabric, torch.cat([sums, sums.new_tensor([seen])]))
         return total[:-1] / total[-1] if total[-1] else buffers.first  # without BatchNorm no batch was read
+
+
+def why(error: Exception, remedy: str) -> str:
+    """Returns an error's first line and what helps: another thing where torch lacks an operation in a precision."""
+    if re.search("not implemented for '(BFloat16|Double)'", str(error)):
+        remedy = "torch has it not in this trainer.precision; set that to 32-true"
+    return f"({folded((str(error) or type(error).__name__).splitlines()[0], 150)}); {remedy}"

@@ -1,6 +1,5 @@
 """The federated trainer, and what it checks before the first round; the rounds are in `loop`. It knows no algorithm."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
@@ -19,8 +18,8 @@ from fl_lightning.core import (
     Inputs,
     UserError,
     checked,
+    contents_kept,
     ensure,
-    folded,
     generator,
     map_tensors,
     named_tensors,
@@ -31,15 +30,13 @@ from fl_lightning.trainer import resume
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.callbacks import Callback, EventLog, PrivacyMonitor, with_defaults
 from fl_lightning.trainer.centralized import check_centralized, train_centrally
+from fl_lightning.trainer.evaluation import MISFIT, why
 from fl_lightning.trainer.loggers import CSVLogger, RunLogger
 from fl_lightning.trainer.loop import train
 from fl_lightning.trainer.measurements.clients import evaluate
 from fl_lightning.trainer.participation.samplers import check_repeats
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.settings import Kind, Settings
-
-MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
-"""Errors that a net or a loss raises on input of the wrong shape or type."""
 
 
 class FederatedTrainer(Settings):
@@ -266,7 +263,7 @@ def check_fit(run: Run) -> None:
         shape = map_tensors(lambda v: tuple(v.shape), x)
         tokens = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.bool)
         remedy = "choose a net for this data" + ", or give images as uint8 or float: whole numbers are tokens" * tokens
-        raise UserError(f"model.net = {net} cannot take a batch of shape {shape} {_why(error, remedy)}") from None
+        raise UserError(f"model.net = {net} cannot take a batch of shape {shape} {why(error, remedy)}") from None
     sparse = [n for n, m in objective.net.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     ensure(not sparse, f"model.net = {net}: {', '.join(sparse)} has sparse gradients; set its sparse to false")
     _check_in_place(run, x)
@@ -302,14 +299,14 @@ def check_fit(run: Run) -> None:
             f"data.num_classes = {more} if all are meant",
             stacklevel=4,
         )
-    _check_loss(run, logits, y)
+    evaluator.check_loss(logits, y)
     if objective.metrics:
         scores = objective.scores(data).to(run.fabric.device)
         scores.update(logits, y)
         scores.compute()
     # with Mixup the labels are probabilities
     x, y = next(iter(data.client_batches(0, 1, 1, generator(run.seed, "check"), run.dtype)))
-    _check_loss(run, evaluator.logits(run.server.w, map_tensors(lambda v: v[:2], x)), y[:2])
+    evaluator.check_loss(evaluator.logits(run.server.w, map_tensors(lambda v: v[:2], x)), y[:2])
     if data.val_fraction:
         objective.check_global_model(f"data.val_fraction = {data.val_fraction}, which must be 0")
     for callback in run.callbacks:
@@ -362,38 +359,15 @@ def check_aggregation(run: Run) -> None:
         return
     rule.check(buffer or settings.wanted or len(settings.sampler(0, run.data.num_clients, run.seed)))
     rule.check_round()
-    for phase in range(objective.phases) if rule.empty else ():
-        ctx = run.round_context(0, phase)
-        sent = objective.begin_phase(run.server, ctx)
-        known, like = objective.known(sent), run.server.w
-        uploads = rule.uploads(objective, (), ctx, like)
-        uploads.change(partial(_zeros, rule.shapes({}, known), like))
-        objective.finish_phase(run.server, sent, uploads, ctx)
-
-
-def _why(error: Exception, remedy: str) -> str:
-    """Returns an error's first line and what helps: another thing where torch lacks an operation in a precision."""
-    if re.search("not implemented for '(BFloat16|Double)'", str(error)):
-        remedy = "torch has it not in this trainer.precision; set that to 32-true"
-    return f"({folded((str(error) or type(error).__name__).splitlines()[0], 150)}); {remedy}"
+    with contents_kept(objective.with_hooks):
+        for phase in range(objective.phases) if rule.empty else ():
+            ctx = run.round_context(0, phase)
+            sent = objective.begin_phase(run.server, ctx)
+            known, like = objective.known(sent), run.server.w
+            uploads = rule.uploads(objective, (), ctx, like)
+            uploads.change(partial(_zeros, rule.shapes({}, known), like))
+            objective.finish_phase(run.server, sent, uploads, ctx)
 
 
 def _zeros(shapes: Mapping[str, list[int]], like: Tensor, name: str, _: object) -> Tensor:
     return like.new_zeros(2, *shapes[name])
-
-
-def _check_loss(run: Run, logits: Tensor, y: Tensor) -> None:
-    loss, task = type(run.objective.loss).__name__, run.data.task
-    wrong = not task.by_class and isinstance(run.objective.loss, nn.CrossEntropyLoss)  # takes y for probabilities
-    ensure(not wrong, f"model.loss = {loss}: for classes, these targets are none; choose a loss {task.remedy}")
-    try:
-        shape = tuple(run.objective.loss(logits, y).shape)
-    except MISFIT as error:
-        raise UserError(
-            f"model.loss = {loss} cannot take logits {tuple(logits.shape)} and labels {tuple(y.shape)} "
-            f"{_why(error, f'choose a loss {task.remedy}')}"
-        ) from None
-    ensure(
-        shape == (len(y),),
-        f"model.loss = {loss} gives a value of shape {shape}; it must give one loss per sample, {(len(y),)}",
-    )

@@ -809,6 +809,18 @@ class OnItsClass(LocalObjective):
         return server.replace(w=sent.w + (uploads.mean("w") - sent.w) / (len(self.past) + self.calls))
 
 
+class InABuffer(LocalObjective):
+    """The server's step keeps a vector in a registered buffer."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("sum", torch.zeros(self.flat.d, dtype=torch.float64))
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        self.sum = 0.9 * self.sum + uploads.mean("w") - sent.w
+        return server.replace(w=sent.w + self.sum)
+
+
 class Toggling(Stepping):
     """A flag that each round turns."""
 
@@ -822,7 +834,7 @@ class Toggling(Stepping):
         return grad(w) * (1.5 if self.flag else 0.5), client
 
 
-@pytest.mark.parametrize("kind", [OnItsClass, Toggling])
+@pytest.mark.parametrize("kind", [OnItsClass, InABuffer, Toggling])
 def test_what_a_class_keeps_and_what_each_round_turns_is_that_of_the_rounds(
     kind: type[LocalObjective], tmp_path: Path
 ) -> None:
@@ -832,11 +844,34 @@ def test_what_a_class_keeps_and_what_each_round_turns_is_that_of_the_rounds(
         OnItsClass.past.clear()
         OnItsClass.calls = 0
         of = kind(net=Small(), optimizer=SGD(0.1))
-        with pytest.warns(UserWarning, match=rf"{kind.__name__} (changes|sets) self\.(past|flag) .* a resumed run"):
+        with pytest.warns(UserWarning, match=rf"{kind.__name__} (changes|sets) self\.(past|sum|flag) .* a resumed"):
             runs.append(train(tmp_path, of, name, callbacks=callbacks, eval_every=5, max_rounds=4))
         assert OnItsClass.past == [*range(4 * (kind is OnItsClass))]
     assert_close(runs[0], runs[1])
     assert torch.equal(runs[1].server.w, runs[2].server.w)
+
+
+class Adapting(nn.CrossEntropyLoss):
+    """A loss that follows its own mean, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        losses = super().forward(logits, target)
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * losses.detach().mean()
+        return losses * (1 + self.mean)
+
+
+def test_what_a_loss_keeps_is_a_warning(tmp_path: Path) -> None:
+    """The check before the first round leaves no trace."""
+    objective = FedAvg(net=Small(), loss=Adapting())
+    with pytest.warns(UserWarning, match=r"model\.loss = Adapting changes self\.calls, self\.mean when it is called"):
+        train(tmp_path, objective, "sequential", max_rounds=1, local_steps=1, eval_every=1)
+    assert objective.loss.calls == 4 + 1  # of the clients, and the evaluation
 
 
 class Focal(nn.Module):
