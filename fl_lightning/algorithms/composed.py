@@ -52,17 +52,13 @@ class Composed(Hooks):
         return self, *self.all_parts
 
     @property
-    def with_hooks(self) -> tuple[object, ...]:
-        """The objects whose hooks train: this one, its optimizer and its parts."""
-        return self, self.optimizer, *self.all_parts
-
-    @property
-    def _configured(self) -> tuple[object, ...]:
+    def configured(self) -> tuple[object, ...]:
+        """This objective, its parts, its optimizer and its loss: what trains, but for the net."""
         return *self._owners, self.optimizer, self.loss
 
     def named_settings(self) -> dict[str, Any]:
         """Returns the numbers and text among the attributes of the objective and its parts, by owner and name."""
-        found = ((f"{i}.{name}", v) for i, owner in enumerate(self._configured) for name, v in vars(owner).items())
+        found = ((f"{i}.{name}", v) for i, owner in enumerate(self.configured) for name, v in vars(owner).items())
         return {
             name: v
             for name, v in found
@@ -89,7 +85,7 @@ class Composed(Hooks):
     def change_setting(self, name: str, value: Any) -> None:
         """Changes one of the `named_settings`."""
         i, _, attribute = name.partition(".")
-        setattr(self._configured[int(i)], attribute, value)
+        setattr(self.configured[int(i)], attribute, value)
 
     def client_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that a client keeps."""

@@ -1,6 +1,6 @@
 """Local training of a cohort: the only subpackage that computes training gradients, or tells one client from many."""
 
-from fl_lightning.engine.agreement import check
+from fl_lightning.engine.agreement import check, check_repeatable
 from fl_lightning.engine.base import Engine, Job, LocalResult
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.choice import ENGINES, Choice, EngineName, choose, engine_class, is_name, name_of, seconds
@@ -21,6 +21,7 @@ __all__ = [
     "LocalResult",
     "SequentialEngine",
     "check",
+    "check_repeatable",
     "choose",
     "contract_of",
     "dry_step",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +24,8 @@ ROUNDING, TOLERANCE = 1e-13, 1e-6
 """In float64: relative change of a vector that stands for rounding, and tolerated share of a change."""
 COARSE_ROUNDING, COARSE_TOLERANCE = 1e-6, 0.1
 """The same in the precision of the run."""
+REPEATED = 1e-4
+"""Tolerated share of a change when a step is repeated in the precision of the run."""
 
 VALUES = {
     *(torch.equal, torch.allclose, torch.is_nonzero, Tensor.equal, Tensor.allclose, Tensor.is_nonzero),
@@ -67,6 +70,30 @@ def check(engine: Engine, sequential: Engine, jobs: Sequence[Job]) -> None:
         _compare(engine, sequential, jobs, precise=accumulator_dtype(sequential.net.device) == torch.float64)
     except _NotPrecise:
         _compare(engine, sequential, jobs, precise=False)
+
+
+def check_repeatable(sequential: Engine, jobs: Sequence[Job]) -> None:
+    """Warns if the first step of a client, taken twice, has two results, which no resumed run could repeat.
+
+    On a CPU alone: on a GPU the order of sums may differ.
+
+    Args:
+        sequential: The sequential engine, which the check does not change.
+        jobs: One process's share of a cohort; nothing is checked if it is empty.
+    """
+    first = next((excerpt(job, [0]) for job in jobs if len(job.minibatches)), None)
+    if first is None or sequential.net.device.type != "cpu":
+        return
+    one, again = (next(iter(sequential.train([first]))) for _ in range(2))
+    near, repeated = _with_limits(first, one, 0.0, REPEATED), _leaving(again)
+    differ = [what for what, (value, limit) in near.items() if float((repeated[what] - value).norm()) > limit]
+    if differ:
+        rank_zero_warn(
+            f"{type(sequential.objective).__name__} gives another result when a client's step is repeated, in "
+            f"{', '.join(differ)}: net, loss, data or a hook draws random numbers elsewhere than from torch, or keeps "
+            "something; so does a resumed run",
+            stacklevel=2,
+        )
 
 
 def unlike(jobs: Sequence[Job]) -> list[Job]:
@@ -173,16 +200,10 @@ def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tol
         UserError: If a repetition gives other values.
     """
     one, nearby, again = (next(iter(sequential.train([each]))) for each in (job, _moved(job, rounding), job))
-    expected: Expected = {}
     if not one.finite:
-        return expected
-    known = [*job.received.values(), *job.state.values()]
-    near, repeated = _leaving(nearby), _leaving(again)
-    for what, value in _leaving(one).items():
-        like = [v for v in (value * 0, *known) if v.shape == value.shape]
-        change = min(float((value - v).norm()) for v in like)
-        terms = max(float(v.norm()) for v in (value, *like))  # it may be their sum, of which rounding is left
-        limit = tolerance * change + rounding * terms
+        return {}
+    expected, near, repeated = dict[str, tuple[Tensor, float]](), _leaving(nearby), _leaving(again)
+    for what, (value, limit) in _with_limits(job, one, rounding, tolerance).items():
         if not float((repeated[what] - value).norm()) <= limit:
             raise _refused(
                 engine,
@@ -190,6 +211,17 @@ def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tol
                 "from ctx, changes a tensor in place, or keeps something on self; mend that, or use sequential",
             )
         expected[what] = value, limit + 10 * float((near[what] - value).norm())
+    return expected
+
+
+def _with_limits(job: Job, result: LocalResult, rounding: float, tolerance: float) -> Expected:
+    """Returns what leaves a local training, each value with the distance that rounding explains."""
+    expected, known = dict[str, tuple[Tensor, float]](), [*job.received.values(), *job.state.values()]
+    for what, value in _leaving(result).items():
+        like = [v for v in (value * 0, *known) if v.shape == value.shape]
+        change = min(float((value - v).norm()) for v in like)
+        terms = max(float(v.norm()) for v in (value, *like))  # it may be their sum, of which rounding is left
+        expected[what] = value, tolerance * change + rounding * terms
     return expected
 
 

@@ -93,9 +93,9 @@ def _two_rounds(
 ) -> tuple[dict[int, Exchange], dict[str, Any]]:
     """Does what `dry_step` says, and leaves no trace; returns also the attributes that only the first round has set."""
     real = engine.objective
-    with contents_kept(real.with_hooks):
+    with contents_kept(real.configured):
         objective = held(real)
-        begun, added = Watched(objective.with_hooks), list[dict[str, Any]]()
+        begun, added = Watched(objective.configured), list[dict[str, Any]]()
         contract = dict[int, Exchange]()
         for shown in _rounds(objective, copy(engine), server, w0, classes, ctx):
             contract |= shown
@@ -108,7 +108,7 @@ def _rounds(
 ) -> Iterator[dict[int, Exchange]]:
     """Calls the hooks of two rounds; yields what each shows."""
     dry.objective, name, passes = objective, type(objective).__name__, 0
-    owners = objective.with_hooks
+    owners = objective.configured
     contract = dict[int, Exchange]()
     client = State.initial(objective.client_inits(), w0, server.w)
     scratch = State.initial(objective.scratch_inits(), w0, server.w)

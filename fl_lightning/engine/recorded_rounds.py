@@ -177,7 +177,7 @@ class RecordedRounds(Rounds):
         state = {**prefixed("server", server), **prefixed("row", rows), "met": met}
         first = {n: v for n, v in {**arrays[0], **state}.items() if n != "there"}
         shapes = tuple((n, v.shape[n[:6] == "block." :], v.dtype) for n, v in first.items())
-        objects = self.objective.loss, *self.objective.with_hooks
+        objects = self.objective.configured
         known = self._records.setdefault((shapes, plain_settings(objects, []), contexts[0].rounds, contexts[0].m), [])
         if len(self._records) > self.KEPT:
             del self._records[next(iter(self._records))]
@@ -227,7 +227,7 @@ class RecordedRounds(Rounds):
         """
         columns, t = prefixed("ctx", below("ctx", named)), {"t": named["samples"].new_zeros(Numbers.MOST)}
         server, rows = (prefixed(name, below(name, named)) for name in ("server", "row"))
-        objects = self.objective.with_hooks
+        objects = self.objective.configured
         first = {**server, **rows, "met": named["met"], **columns, **t}
         with contents_kept(objects):  # even a cache may hold what was recorded
             watched = Watched(objects)

@@ -191,9 +191,13 @@ def choose_engine(runs: Sequence[Run]) -> None:
         if reason and any(isinstance(callback, Progress) for callback in run.callbacks):
             fabric.print(f"engine: {chosen} ({reason})")
     made = run.make_engine(chosen)
-    if given != "auto" and (made.trains_several or chosen not in engine.ENGINES) and not run.finished:
+    several = made.trains_several or chosen not in engine.ENGINES
+    if not run.finished and not (several and given == "auto"):
         with _sample(runs) as jobs:
-            engine.check(made, run.engine, jobs)
+            if several:
+                engine.check(made, run.engine, jobs)
+            else:
+                engine.check_repeatable(run.engine, jobs)
     for each in runs:
         each.engine_name, each.engine = chosen, made
 
@@ -219,6 +223,6 @@ def _sample(runs: Sequence[Run]) -> Iterator[list[Job]]:
     On exit, hooks have kept nothing of it.
     """
     together = _together(runs)
-    with contents_kept([owner for run in together for owner in run.objective.with_hooks]):
+    with contents_kept([owner for run in together for owner in run.objective.configured]):
         rounds = [Round(run, Cohort.drawn(run, run.rounds_done)) for run in together]
         yield [job for each in rounds for job in Phase(each, each.cohort).send()]

@@ -196,6 +196,12 @@ class FederatedTrainer(Settings):
         resume.note_sources(self.run)
         if ckpt_path is not None:
             resume.restore(self.run, ckpt_path)
+        one, again = (model.lr(self.run.round_context(0)) for _ in range(2))
+        ensure(
+            one == again,
+            f"model.optimizer: gives the rate of round 1 as {one}, and {again} when it is asked again; make it a "
+            "function of the round",
+        )
         if kind == "federated":
             self.sampler.check(self.max_rounds, datamodule.num_clients)
             check_repeats(self.sampler, datamodule.num_clients, self.seed)
@@ -359,7 +365,7 @@ def check_aggregation(run: Run) -> None:
         return
     rule.check(buffer or settings.wanted or len(settings.sampler(0, run.data.num_clients, run.seed)))
     rule.check_round()
-    with contents_kept(objective.with_hooks):
+    with contents_kept(objective.configured):
         for phase in range(objective.phases) if rule.empty else ():
             ctx = run.round_context(0, phase)
             sent = objective.begin_phase(run.server, ctx)

@@ -22,6 +22,7 @@ from fl_lightning import (
     ServerUpdate,
     UserError,
 )
+from fl_lightning.algorithms.parts.local_optimizer import Schedule
 from fl_lightning.core import State
 from tests.engine.test_engines import Small, assert_close, train
 from tests.runs import last, metrics, newest
@@ -872,6 +873,55 @@ def test_what_a_loss_keeps_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"model\.loss = Adapting changes self\.calls, self\.mean when it is called"):
         train(tmp_path, objective, "sequential", max_rounds=1, local_steps=1, eval_every=1)
     assert objective.loss.calls == 4 + 1  # of the clients, and the evaluation
+
+
+class FromElsewhere(Small):
+    """A net that draws from NumPy, counts its calls, or keeps something in a buffer that no state_dict has."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "NumPy":
+            x = x + 0.1 * torch.from_numpy(np.random.default_rng().normal(size=x.shape)).to(x)
+        elif self.how == "torch" and self.training:
+            x = x + 0.1 * torch.randn_like(x)
+        elif self.how == "counter":
+            self.calls += 1
+        elif self.how == "buffer":
+            self.scale = self.scale * 0.99
+        return super().forward(x) * (self.scale + 0.01 * self.calls)
+
+
+@pytest.mark.parametrize("how", ["NumPy", "torch", "counter", "buffer"])
+def test_a_step_that_cannot_be_repeated_is_a_warning(how: str, tmp_path: Path) -> None:
+    """The other engines refuse it; draws from torch's own generator are repeated: each client seeds it."""
+    objective = FedAvg(net=FromElsewhere(how))
+    if how == "torch":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(tmp_path, objective, "sequential", max_rounds=1)
+    else:
+        with pytest.warns(UserWarning, match=r"FedAvg gives another result when a client's step is repeated, in the w"):
+            train(tmp_path, objective, "sequential", max_rounds=1)
+
+
+class Tiring(Schedule):
+    """A schedule that counts its calls in the place of rounds."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, t: int, rounds: int) -> float:
+        self.calls += 1
+        return 0.9**self.calls
+
+
+def test_a_rate_that_cannot_be_repeated_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.optimizer: gives the rate of round 1 as 0\.\d+, and 0\.\d+ when"):
+        train(tmp_path, FedAvg(net=Small(), optimizer=SGD(0.1, schedule=Tiring())), "sequential", max_rounds=1)
 
 
 class Focal(nn.Module):
