@@ -191,7 +191,7 @@ def test_fedlesam_ascent(golden: Golden) -> None:
     )
     del seen[0, 1], seen[1, 1]  # of the dry step
     for (t, size), steps in seen.items():
-        assert len(steps) == 3
+        assert len(steps) == 3 + 2 * ((t, size) == (0, 32))  # the first step of a run is repeated before it
         for e in steps:
             close(e, steps[0], atol=1e-15)
             assert float(norm(e)) == pytest.approx(0 if t == 0 else 0.1, abs=1e-9), size
