@@ -282,13 +282,10 @@ def read_metrics(path: str | Path) -> dict[str, Series]:
     rows = _numbers(Path(path), "metrics", "round")
     head = next(rows)
     found, place = [Series() for _ in head], head.index("round")
-    to = [(series.rounds.append, series.values.append) for series in found]
     for row in rows:
-        now = row[place]
-        for (add_round, add_value), value in zip(to, row, strict=True):
+        for series, value in zip(found, row, strict=True):
             if value is not None:
-                add_round(now)
-                add_value(value)
+                series.append(row[place], value)
     return {name: series for name, series in zip(head, found, strict=True) if series and name != "round"}
 
 
