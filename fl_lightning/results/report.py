@@ -162,7 +162,8 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
 
 
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
-    seed = f", seed {seeds[0]}" if seeds else f", {folder.name}"
+    alike = len({each[0] for each in group.seeds if each}) < len(group.runs)  # then only those of the data differ
+    seed = f", seed {seeds[0]}{f', data seed {seeds[1]}' if alike else ''}" if seeds else f", {folder.name}"
     return RunFiles(
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,

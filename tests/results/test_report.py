@@ -150,6 +150,19 @@ def test_each_spectrum_of_a_run_has_its_own_line(folder: Path) -> None:
     assert [label.rpartition(", ")[2] for label in spectra(runs)] == [*["training data"] * 3, "test set"]
 
 
+def test_runs_with_other_seeds_of_the_data_have_names_of_their_own(tmp_path: Path) -> None:
+    """Else one of two spectra, and its pictures, would stand in the place of the other's."""
+    for seed in (0, 1):
+        run = configured(tmp_path / f"run_{seed}", {6: 0.5}, data_seed=seed)
+        found = {"round": 6, "measurements": [measurement("lambda_1", 4.0, details={"eigenvalues": [1.0 + seed]})]}
+        (run / "flatness").mkdir()
+        (run / "flatness" / "flatness.json").write_text(json.dumps(found))
+    (group,) = compare(tmp_path)
+    runs = read_group(group)
+    assert [each.label.partition(", ")[2] for each in runs] == ["seed 0, data seed 0", "seed 0, data seed 1"]
+    assert [*spectra(runs).values()] == [[1.0], [2.0]]
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of the folder that `reported` names."""
