@@ -291,6 +291,19 @@ def test_labels_that_torchvision_keeps_otherwise() -> None:
         assert data.y_train.tolist() == [k % 3 for k in range(20)] and data.y_test.tolist() == [2] * 4
 
 
+def test_the_class_of_qmnist_is_the_first_of_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(self: TorchvisionData, train: bool, download: bool = False) -> Any:
+        found = datasets.QMNIST.__new__(datasets.QMNIST)
+        images = torch.randint(256, (20, 28, 28), dtype=torch.uint8)
+        found.__dict__ |= {"data": images, "targets": torch.arange(20)[:, None].repeat(1, 8) % 3, "compat": True}
+        return found
+
+    monkeypatch.setattr(TorchvisionData, "_dataset", made)
+    data = TorchvisionData("QMNIST", num_clients=2)
+    data.setup()
+    assert data.y_train.tolist() == [k % 3 for k in range(20)] and data.input_shape == (1, 28, 28)
+
+
 def test_labels_are_those_of_the_samples() -> None:
     """A data set may change a few of those in its ``targets``."""
     train = Pairs([*IMAGES[:6]] * 10, [0, 1] * 30)
