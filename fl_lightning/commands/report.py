@@ -11,7 +11,6 @@ from fl_lightning.core import Figure, check_folder, drawing, ensure, figure_file
 from fl_lightning.data.histogram import Histogram, heat_map
 from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.results import (
-    LEAST,
     PROTOCOL,
     Runs,
     compare,
@@ -72,7 +71,7 @@ def run(
     shown = table.columns(groups, None if reference is None else compare.of_run(groups, reference))
     files = [(group, read_group(group)) for group in groups]
     settings = tried(groups)
-    sweep = settings if len(settings.settings) > 2 and len(settings.values) >= LEAST else None
+    sweep = settings if len(settings.settings) > 2 and settings.tells else None
     with drawing():
         drawings = draw(files, shown)
         drawings["sweep"] = [("Metric of each config by setting", "settings", sweep.plot())] if sweep else []

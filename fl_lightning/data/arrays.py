@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fl_lightning.core import LATER, Divisor, PositiveInt, UserError, ensure, named_tensors, numpy_generator
+from fl_lightning.core import LATER, Divisor, PositiveInt, UserError, ensure, fits, named_tensors, numpy_generator
 from fl_lightning.core.nested import nested
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given, stratified
@@ -63,9 +63,7 @@ class Arrays(FederatedDataModule):
         self.client_arrays, self.test = client_arrays, test
         if client_arrays is not None:
             ensure(test is not None, "test: missing; client_arrays need the central test set as (x, y)")
-            given: Any = client_arrays
-            kinds = (Sequence, np.ndarray)
-            pairs = isinstance(given, kinds) and all(isinstance(each, kinds) and len(each) == 2 for each in given)
+            pairs = fits(client_arrays, list) and all(fits(each, list) and len(each) == 2 for each in client_arrays)
             ensure(pairs, "client_arrays: give a list of pairs (x, y), one for each client")
             n, asked = len(client_arrays), kwargs.get("num_clients", len(client_arrays))
             ensure(asked == n, f"num_clients = {asked}: client_arrays has {n}; leave it out")
@@ -84,13 +82,11 @@ class Arrays(FederatedDataModule):
                 f"data.path = '{self.path}': {', '.join(whose)} is not read; set data.partition, such as Natural with "
                 "its users, or leave this array out",
             )
-            x_train, y_train, x_test, y_test = (nested(arrays, key) for key in KEYS)
-            four = [*zip(KEYS, (x_train, y_train, x_test, y_test), strict=True)]
-            missing = [key for key, part in four if not (isinstance(part, Mapping) or np.ndim(part)) or not len(part)]
-            empty = [key for key, part in four if isinstance(part, np.ndarray) and part.ndim and not len(part)]
-            ensure(not empty, f"data.path = '{self.path}': {', '.join(empty)} without a sample; give at least one")
+            found = {key: nested(arrays, key) for key in KEYS}
+            missing = [key for key, part in found.items() if not (part if isinstance(part, Mapping) else np.ndim(part))]
             needed = ", ".join(f"{key}{suffix}" for key in KEYS)
             ensure(not missing, f"data.path = '{self.path}' lacks {', '.join(missing)}; it needs {needed}")
+            x_train, y_train, x_test, y_test = found.values()
             return x_train, np.array(y_train), x_test, np.array(y_test)
         assert self.client_arrays is not None and self.test is not None
         x_test, y_test = inputs("x of test", self.test[0]), self.task.targets("y of test", self.test[1])

@@ -83,7 +83,7 @@ def read_rows(path: Path, reader: Any, valid: Callable[[Any], bool], expected: s
         UserError: If the file is not CSV in UTF-8, has no rows, or one that is not valid.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet puts a mark before the text
             rows = [(lines.line_num, row) for lines in [reader(file)] for row in lines]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(corrupt_file("data.data_dir", path, error, home)) from None
@@ -104,7 +104,7 @@ def read_json(path: Path, convert: Callable[[Any], Any], home: str) -> Any:
         UserError: If the file cannot be read, is not JSON in UTF-8, or cannot be converted.
     """
     try:
-        return convert(json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=each_once))
+        return convert(json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=each_once))
     except KeyError as error:
         raise UserError(corrupt_file("data.data_dir", path, f"has no {error}", home)) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:

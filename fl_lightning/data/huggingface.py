@@ -175,7 +175,6 @@ def _from_path(path: Path) -> Any:
 
 def _check_column(part: Any, column: str, key: str) -> None:
     """Refuses an unknown column, and missing values, which would become numbers or names; images are checked later."""
-    import pyarrow as arrow
     import pyarrow.compute
 
     columns = part.column_names
@@ -183,9 +182,9 @@ def _check_column(part: Any, column: str, key: str) -> None:
     if key == "inputs" and _kind(part, column) == "images":
         return
     values = part.select_columns([column]).with_format("arrow")[:][column]
-    nan = key == "client" and arrow.types.is_floating(values.type)
+    nan = key == "client" and pyarrow.types.is_floating(values.type)
     missing = pyarrow.compute.sum(values.is_null(nan_is_null=nan)).as_py()
-    while arrow.types.is_nested(values.type) and not arrow.types.is_struct(values.type):
+    while pyarrow.types.is_nested(values.type) and not pyarrow.types.is_struct(values.type):
         values = pyarrow.compute.list_flatten(values)
         missing += values.null_count
     lacking = "1 value is" if missing == 1 else f"{missing} values are"

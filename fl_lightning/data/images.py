@@ -146,7 +146,8 @@ def _normalise(data: FederatedDataModule, name: str) -> None:
 def _arrays(dataset: Any) -> tuple[Any, Any]:
     data, targets = getattr(dataset, "data", None), getattr(dataset, "targets", getattr(dataset, "labels", None))
     if data is not None and targets is not None:
-        return data, np.asarray(targets)
+        labels = np.asarray(targets)
+        return data, labels[:, 0] if labels.ndim == 2 else labels  # of QMNIST's eight columns the first is the class
     pairs = [(np.asarray(image.convert("RGB")), label) for image, label in dataset]
     ensure(
         len({image.shape for image, _ in pairs}) == 1,

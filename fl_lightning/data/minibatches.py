@@ -89,8 +89,7 @@ class MinibatchTable:
         rounds, batch = len(clients), self.source.batch_size or 1
         sizes = np.zeros((rounds, width, self.sizes.shape[1]), np.int64)
         sizes[np.arange(width) < np.array(clients)[:, None]] = self.sizes
-        places = _Places.of(sizes, self.indices, self.draws, batch)
-        (indices, draws), weights = places.moved(self.source, self.dtype)
+        (indices, draws), weights = _placed(self.source, sizes, self.indices, self.draws, batch, self.dtype)
         whole = _stacked(self.source.samples(indices, draws, self.dtype), width, batch, *weights).tensors()
         steps = np.count_nonzero(sizes.any(1), axis=1).tolist()
         parts = {name: torch.split(v, steps) for name, v in whole.items()}
@@ -153,10 +152,10 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
     for row, client in zip(sizes[0], clients, strict=False):  # further rows are padding
         row[: len(client)] = client.sizes
     drawn = {name: torch.cat([c.draws[name] for c in clients]) for name in first.draws}
-    places = _Places.of(sizes, torch.cat([c.indices for c in clients]), drawn, batch)
-    steps, step = len(places.active), width * batch
+    together = torch.cat([c.indices for c in clients])
     # all are moved to the device at once, not chunk by chunk
-    (indices, draws), (weight, active) = places.moved(first.source, first.dtype)
+    (indices, draws), (weight, active) = _placed(first.source, sizes, together, drawn, batch, first.dtype)
+    steps, step = len(active), width * batch
     at = 0
     with first.source.reading_ahead(client.indices for client in clients):
         for chunk in chunks([batch] * steps, first.source.sample_bytes(first.dtype) * width):
@@ -173,47 +172,37 @@ def _stacked(samples: Batch, width: int, batch: int, weight: Tensor, active: Ten
     return Block(x, y, weight, active)
 
 
-@dataclass(frozen=True)
-class _Places:
-    """The places of padded minibatches, on the CPU.
+def _placed(
+    source: SampleStore,
+    sizes: NDArray[np.int64],
+    indices: Tensor,
+    draws: Mapping[str, Tensor],
+    batch: int,
+    dtype: torch.dtype,
+) -> tuple[tuple[Tensor, dict[str, Tensor]], tuple[Tensor, Tensor]]:
+    """Returns the places of padded minibatches, those of the blocks of some rounds one after another.
 
-    Attributes:
-        samples: Sample of every place, ``(steps * clients * batch,)``.
-        draws: Its random draws, by name.
-        weight: As in `Block`.
-        active: As in `Block`.
+    Args:
+        source: The data module that holds the samples.
+        sizes: Samples of each step, ``(rounds, width, steps)``; 0: a client takes no such step.
+        indices: Samples of all clients, one client after another, ``(n,)``.
+        draws: Their random draws, ``(n, ...)`` by name.
+        batch: Samples of a minibatch, padding included.
+        dtype: Floating dtype of the weights.
+
+    Returns:
+        Sample of every place, ``(steps * clients * batch,)``, and its random draws by name; weight and activity as in
+        `Block`. All are where the source uses them.
     """
-
-    samples: Tensor
-    draws: dict[str, Tensor]
-    weight: Tensor
-    active: Tensor
-
-    @classmethod
-    def of(cls, sizes: NDArray[np.int64], indices: Tensor, draws: Mapping[str, Tensor], batch: int) -> "_Places":
-        """Returns the places of the blocks of some rounds, one after another.
-
-        Args:
-            sizes: Samples of each step, ``(rounds, width, steps)``; 0: a client takes no such step.
-            indices: Samples of all clients, one client after another, ``(n,)``.
-            draws: Their random draws, ``(n, ...)`` by name.
-            batch: Samples of a minibatch, padding included.
-        """
-        # position of every place in all clients' samples, joined; padding repeats a minibatch's last sample
-        starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
-        taken = sizes.any(1)  # (rounds, steps)
-        starts, sizes = (np.ascontiguousarray(v.transpose(0, 2, 1)[taken])[..., None] for v in (starts, sizes))
-        place, active = np.arange(batch), sizes > 0  # (steps, clients, 1)
-        flat = torch.from_numpy(np.where(active, starts + np.minimum(place, sizes - 1), 0)).reshape(-1)
-        weight = torch.from_numpy((place < sizes) / np.maximum(sizes, 1))
-        return cls(indices[flat], {name: v[flat] for name, v in draws.items()}, weight, torch.from_numpy(active))
-
-    def moved(
-        self, source: SampleStore, dtype: torch.dtype
-    ) -> tuple[tuple[Tensor, dict[str, Tensor]], tuple[Tensor, Tensor]]:
-        """Returns samples and draws, and weights and activity, where a source uses them."""
-        weights = to_device(self.weight, source.device, dtype), to_device(self.active, source.device)
-        return source.to_samples(self.samples, self.draws), weights
+    # position of every place in all clients' samples, joined; padding repeats a minibatch's last sample
+    starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
+    taken = sizes.any(1)  # (rounds, steps)
+    starts, sizes = (np.ascontiguousarray(v.transpose(0, 2, 1)[taken])[..., None] for v in (starts, sizes))
+    place, active = np.arange(batch), sizes > 0  # (steps, clients, 1)
+    flat = torch.from_numpy(np.where(active, starts + np.minimum(place, sizes - 1), 0)).reshape(-1)
+    weight = torch.from_numpy((place < sizes) / np.maximum(sizes, 1))
+    samples = source.to_samples(indices[flat], {name: v[flat] for name, v in draws.items()})
+    return samples, (to_device(weight, source.device, dtype), to_device(torch.from_numpy(active), source.device))
 
 
 # DataLoaders of whole batches, for a plain ``lightning.Trainer``

@@ -373,9 +373,7 @@ class FederatedDataModule(DividedData, ABC):
             return
         self.device, self._fingerprint, self._test_shares = torch.device("cpu"), None, None
         self.store(self.load())
-        if self.published is not None:
-            sizes = self.published.train, self.published.test
-            check_sizes(type(self).__name__, len(self.y_train), len(self.y_test), sizes)
+        check_sizes(type(self).__name__, (len(self.y_train), len(self.y_test)), self.published)
         self._num_classes = (self.classes if self.task.by_class else None) or self.task.outputs(self.y_train)
         if self.task.by_class:
             check_classes(self.y_train, self.y_test, self.num_classes, said=bool(self.classes))

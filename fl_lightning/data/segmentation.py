@@ -272,12 +272,8 @@ class IDDA(Segmentation):
 
 def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
     """Returns image and label map of each sample by user, from a folder's lists in the order of their numbers."""
-
-    def number(path: Path) -> int:
-        found = re.search(r"(\d+)$", path.stem)
-        return int(found[1]) if found else 0
-
-    parts = [read_json(path, _pairs, LISTS) for path in sorted(visible(folder, "*.json"), key=number)]
+    lists = sorted(visible(folder, "*.json"), key=lambda path: int(re.sub(r".*\D", "", path.stem) or 0))
+    parts = [read_json(path, _pairs, LISTS) for path in lists]
     users: dict[str, list[tuple[str, str]]] = {}
     for user, pairs in ((user, pairs) for part in parts for user, pairs in part.items()):
         users.setdefault(user, []).extend(pairs)

@@ -149,12 +149,12 @@ def check_alike(name: str, x: Inputs, other: str, y: Inputs) -> None:
             )
 
 
-def check_sizes(name: str, train: int, test: int, published: tuple[int, int]) -> None:
-    """Warns if a data set has not as many training and test samples as the published one."""
-    if (train, test) != published:
+def check_sizes(name: str, sizes: tuple[int, int], published: Any) -> None:
+    """Warns if a data set has not as many training and test samples as the published one; None: there is none."""
+    if published is not None and sizes != (published.train, published.test):
         rank_zero_warn(
-            f"{name}: {train} training and {test} test samples, not the {published[0]} and {published[1]} of the "
-            "published data set; results do not compare",
+            f"{name}: {sizes[0]} training and {sizes[1]} test samples, not the {published.train} and {published.test} "
+            "of the published data set; results do not compare",
             stacklevel=5,
         )
 

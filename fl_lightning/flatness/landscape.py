@@ -63,13 +63,12 @@ def evaluate(
     """
     require(len(data) > 0, "data", dict(data), "at least one data set")
     require(n >= 1, "points", n, "give at least 1")
-    d, done = FlatSpec(model).d, 0
+    done = 0
     values = {name: np.full((2, n), np.nan) for name in data}
     try:
         while done < n:
             until = min(done + per_pass, n)
             points = torch.stack([point(i) for i in range(done, until)])
-            require(points.shape[1:] == (d,), "weights", f"{tuple(points.shape[1:])}", f"the network has ({d},)")
             found = {
                 name: mean_losses(model, loss, batches, points, reduce=reduce, classes=classes)
                 for name, batches in data.items()

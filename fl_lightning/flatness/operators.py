@@ -196,10 +196,14 @@ class Operator:
         ensure(v.shape[:1] == self.shape[:1], f"v: {tuple(v.shape)} does not fit a matrix {self.shape}")
         if v.ndim == 2:
             return torch.stack([self @ column for column in v.T], dim=1)
-        with measuring(self.f.model):
-            return self.f.total(self.f.within(lambda: self._product(v.to(self.f.w))))
+        return self._product(v)
 
     def _product(self, v: Tensor) -> Tensor:
+        """Returns the product with a vector ``(d,)``."""
+        with measuring(self.f.model):
+            return self.f.total(self.f.within(lambda: self._mine(v.to(self.f.w))))
+
+    def _mine(self, v: Tensor) -> Tensor:
         total = torch.zeros_like(v)
         for share in self._kept or self._shares():
             total = total + share(v, bool(self._kept))
@@ -256,11 +260,8 @@ class Differences(Operator):
         with measuring(f.model, fused=True):
             return f.within(f.slope)[0] / self._n
 
-    def __matmul__(self, v: Tensor) -> Tensor:
-        """See :class:`Operator`; the rate is that of the difference which rounding of the weights leaves."""
-        if v.ndim == 2:
-            return super().__matmul__(v)
-        ensure(v.shape[:1] == self.shape[:1], f"v: {tuple(v.shape)} does not fit a matrix {self.shape}")
+    def _product(self, v: Tensor) -> Tensor:
+        """Returns the product; the rate is that of the difference which rounding of the weights leaves."""
         v, w = v.to(self.f.w).masked_fill(self._padding, 0), self.f.w.detach()
         length = v.norm()
         if not length:

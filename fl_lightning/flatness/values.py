@@ -237,6 +237,9 @@ class Surface(Values):
         return dict(zip(("x", "y"), np.meshgrid(self.x, self.y), strict=True))
 
     def normalized_sum(self) -> Array:
-        """Returns the sum over the data sets of the loss, scaled to [0, 1] here (FedGMT Fig. 6c), ``(ny, nx)``."""
-        scaled = [(z - np.nanmin(z)) / (np.nanmax(z) - np.nanmin(z)) for z in self.loss.values()]
+        """Returns the sum over the data sets of the loss, scaled to [0, 1] here (FedGMT Fig. 6c), ``(ny, nx)``.
+
+        A loss that is the same everywhere adds 0.
+        """
+        scaled = [(z - np.nanmin(z)) / (np.nanmax(z) - np.nanmin(z) or 1.0) for z in self.loss.values()]
         return np.asarray(np.sum(scaled, axis=0))

@@ -8,7 +8,22 @@ from torch import Tensor, nn
 from fl_lightning.core import Checked, Interval, Size, require
 
 
-class ViTCIFAR(Checked, nn.Module, key="model.net"):
+class _Encoder(Checked, nn.Module, key="model.net"):
+    """An embedding with positions, blocks of width ``dim``, and a head on the normalized mean over the tokens."""
+
+    def __init__(self, embedding: nn.Module, position: Tensor, blocks: int, heads: int, num_classes: int) -> None:
+        super().__init__()
+        dim = position.shape[-1]
+        self.embedding, self.position = embedding, nn.Parameter(position)
+        self.blocks = nn.Sequential(*(EncoderBlock(dim, heads) for _ in range(blocks)))
+        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits ``(N, num_classes)`` of tokens ``(N, length)``, int64."""
+        return self.head(self.blocks(self.embedding(x) + self.position).mean(1))
+
+
+class ViTCIFAR(_Encoder):
     """FedGMT's vision transformer (ViT-CIFAR): 64 patches of 4x4 pixels, no class token, no dropout.
 
     Two blocks of width 384; scores are divided by the root of the whole width, not of a head's; a GELU after both
@@ -22,16 +37,12 @@ class ViTCIFAR(Checked, nn.Module, key="model.net"):
     """
 
     def __init__(self, num_classes: Size = 10, dim: Size = 384, blocks: Size = 2, heads: Size = 8) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(48, dim)
-        self.position = nn.Parameter(torch.randn(1, 64, dim))
-        self.blocks = nn.Sequential(*(EncoderBlock(dim, heads) for _ in range(blocks)))
-        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, num_classes))
+        super().__init__(nn.Linear(48, dim), torch.randn(1, 64, dim), blocks, heads, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits ``(N, num_classes)`` of images ``(N, 3, 32, 32)``."""
         patches = x.reshape(len(x), 3, 8, 4, 8, 4).permute(0, 2, 4, 3, 5, 1).reshape(len(x), 64, 48)
-        return self.head(self.blocks(self.embedding(patches) + self.position).mean(1))
+        return super().forward(patches)
 
 
 class EncoderBlock(nn.Module):
@@ -90,7 +101,7 @@ class FastText(Checked, nn.Module, key="model.net"):
         return self.fc(self.hidden(self.embedding(x).mean(1)))
 
 
-class TextTransformer(Checked, nn.Module, key="model.net"):
+class TextTransformer(_Encoder):
     """A small transformer encoder: the blocks of `ViTCIFAR` over embedded tokens, and a head on their mean.
 
     Padding takes part as any token. 4,065,540 weights by default; for LoRA its layers are ``q``, ``k``, ``v``, ``out``.
@@ -113,15 +124,7 @@ class TextTransformer(Checked, nn.Module, key="model.net"):
         heads: Size = 4,
         num_classes: Size = 4,
     ) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, dim)
-        self.position = nn.Parameter(0.02 * torch.randn(1, length, dim))
-        self.blocks = nn.Sequential(*(EncoderBlock(dim, heads) for _ in range(blocks)))
-        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, num_classes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns logits ``(N, num_classes)`` of tokens ``(N, length)``, int64."""
-        return self.head(self.blocks(self.embedding(x) + self.position).mean(1))
+        super().__init__(nn.Embedding(vocabulary, dim), 0.02 * torch.randn(1, length, dim), blocks, heads, num_classes)
 
 
 class LEAFLSTM(Checked, nn.Module, key="model.net"):

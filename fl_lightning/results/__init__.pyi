@@ -87,5 +87,4 @@ from .terminal import say as say
 from .terminal import short_path as short_path
 from .terminal import show_table as show_table
 from .terminal import write_new as write_new
-from .varied import LEAST as LEAST
 from .varied import tried as tried

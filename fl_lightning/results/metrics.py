@@ -71,8 +71,8 @@ MAIN = (
 def known(metric: str) -> Known:
     """Returns the entry of a metric; one that is not in the registry has its own name as title."""
     leaf = metric.rpartition("/")[2]
-    for entry in METRICS:
-        if match := re.fullmatch(re.escape(entry.name).replace(r"\{\}", "([a-z0-9]+)"), metric):
+    for entry in sorted(METRICS, key=lambda entry: len(entry.name), reverse=True):  # acc_worst is no own metric
+        if match := re.fullmatch(re.escape(entry.name).replace(r"\{\}", "([^/]+)"), metric):
             evaluated, unit = EVALUATED.get(match[1], (match[1], "")) if match.groups() else ("", entry.unit)
             return Known(metric, entry.title.format(evaluated), unit, entry.key)
     return Known(metric, leaf.replace("_", " ") if metric.startswith("flatness/") else metric, key=leaf)
@@ -102,7 +102,7 @@ def tested(metrics: Iterable[str]) -> list[str]:
     """Returns what is evaluated on the test set, but the loss: of the global model, or of clients' own models."""
     names = dict.fromkeys(metrics)
     found = [name for name in names if name.startswith("server/test/")]
-    found = found or [name for name in names if re.fullmatch(f"{OWN}/[a-z0-9]+", name)]
+    found = found or [name for name in names if name.startswith(OWN) and known(name).key == "clients"]
     return [name for name in found if not name.endswith("/loss")]
 
 
@@ -282,13 +282,10 @@ def read_metrics(path: str | Path) -> dict[str, Series]:
     rows = _numbers(Path(path), "metrics", "round")
     head = next(rows)
     found, place = [Series() for _ in head], head.index("round")
-    to = [(series.rounds.append, series.values.append) for series in found]
     for row in rows:
-        now = row[place]
-        for (add_round, add_value), value in zip(to, row, strict=True):
+        for series, value in zip(found, row, strict=True):
             if value is not None:
-                add_round(now)
-                add_value(value)
+                series.append(row[place], value)
     return {name: series for name, series in zip(head, found, strict=True) if series and name != "round"}
 
 

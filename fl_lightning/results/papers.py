@@ -238,14 +238,12 @@ def beside(
 @cache
 def _all() -> tuple[Cell, ...]:
     with Path(__file__).with_suffix(".csv").open(newline="", encoding="utf-8") as file:
-        return tuple(_cell(row) for row in csv.DictReader(file))
-
-
-def _cell(row: dict[str, str]) -> Cell:
-    texts: dict[str, Any] = {name: row[name] for name in (*COLUMNS, "note")}
-    return Cell(
-        **texts,
-        value=float(row["value"]) if row["value"] else None,
-        std=float(row["std"]) if row["std"] else None,
-        printed=" ± ".join(filter(None, (row["value"], row["std"]))),
-    )
+        return tuple(
+            Cell(
+                **{name: row[name] for name in (*COLUMNS, "note")},
+                value=float(row["value"]) if row["value"] else None,
+                std=float(row["std"]) if row["std"] else None,
+                printed=" ± ".join(filter(None, (row["value"], row["std"]))),
+            )
+            for row in csv.DictReader(file)
+        )

@@ -149,20 +149,22 @@ def densities(runs: Sequence[RunFiles]) -> dict[str, tuple[list[float], list[flo
 def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
     """Yields the details of the measurements that have a key, with a label.
 
-    The label is the run, the matrix unless it is the Hessian of all weights, and data and place if they are not the
-    same in all measurements. What is not finite is left out.
+    The label is the run, the matrix unless it is the Hessian of all weights, whether these are merged, and data and
+    place if they are not the same in all measurements. What is not finite is left out.
     """
     values = [(run, measured, measured["details"].get(key)) for run in runs for measured in run.measurements]
     found = [(run, measured) for run, measured, given in values if given and None not in given]
     differing = [name for name in ("data", "where") if len({measured[name] for _, measured in found}) > 1]
     for run, measured in found:
-        matrix = [measured["settings"].get(name) for name in ("operator", "parameters")]
+        settings = measured["settings"]
+        matrix = [settings.get("operator"), settings.get("parameters"), "merged" if settings.get("merged") else None]
         parts = [*(part for part in matrix if part not in (None, "hessian")), *(measured[name] for name in differing)]
         yield ", ".join([run.label, *parts]), measured["details"]
 
 
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
-    seed = f", seed {seeds[0]}" if seeds else f", {folder.name}"
+    alike = len({each[0] for each in group.seeds if each}) < len(group.runs)  # then only those of the data differ
+    seed = f", seed {seeds[0]}{f', data seed {seeds[1]}' if alike else ''}" if seeds else f", {folder.name}"
     return RunFiles(
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,

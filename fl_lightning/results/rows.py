@@ -103,9 +103,12 @@ class Store:
                 folder.rmdir()  # if it is empty, since something has failed
 
     def matching(self, name: str) -> list[Line]:
-        """Returns the lines of a row, of the rows below a name, or of a shell's pattern of both; of all for ``.``."""
-        pattern = "*" if name == "." else f"{name}/*"
-        return [line for line in self.lines if fnmatchcase(f"{line['row']}/", pattern)]
+        """Returns the lines of a row, of the rows below a name, or of a shell's pattern of both; of all for ``.``.
+
+        A name that rows have is no pattern, though it has a bracket.
+        """
+        below = [line for line in self.lines if f"{line['row']}/".startswith("" if name == "." else f"{name}/")]
+        return below or [line for line in self.lines if fnmatchcase(f"{line['row']}/", f"{name}/*")]
 
     def files(self, line: Line) -> dict[str, str]:
         """Returns the texts of a row's files, by name.

@@ -288,11 +288,12 @@ def table_files(groups: Sequence[Group], shown: Sequence[Column]) -> dict[str, s
 
 
 def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | None]:
-    """Returns a group's row of the CSV file by column, with all digits; empty where there is no value."""
+    """Returns a group's row of the CSV file by column, with all digits; empty where there is no value.
+
+    A setting with the name of another column, such as ``data.mean``, stands below ``setting mean``.
+    """
     first = group.runs[0]
     found: dict[str, str | float | None] = {
-        "run": group.name,
-        **group.settings,
         "seeds": len(group.runs),
         "metric": first.metric,
         "evaluations": first.evaluations,
@@ -308,7 +309,8 @@ def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | Non
             apart = paired(group, column)
             numbers = (apart.mean, *apart.ends, apart.seeds) if apart else [""] * 4
             found |= zip((column.key + end for end in ("", "_low", "_high", "_seeds")), numbers, strict=True)
-    return found
+    settings = {f"setting {key}" if key in found else key: value for key, value in group.settings.items()}
+    return {"run": group.name, **settings, **found}
 
 
 def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:

@@ -222,6 +222,11 @@ class Tried:
     values: list[float]
     metric: str
 
+    @property
+    def tells(self) -> bool:
+        """Whether there are importances: of a setting that varies, in enough configs that are not all alike."""
+        return bool(self.settings) and len(self.values) >= LEAST and len({*self.values}) > 1
+
     @cached_property
     def importances(self) -> tuple[list[Importance], str]:
         """The importance of each setting, the largest first, and a line on how well the forest fits.
@@ -230,7 +235,7 @@ class Tried:
         values are shuffled (L. Breiman, Random Forests, Machine Learning 2001). Seeds are fixed.
 
         Raises:
-            UserError: If there are too few configs.
+            UserError: If there are too few configs, all are alike, or no setting that all of them have varies.
         """
         from scipy.stats import spearmanr
         from sklearn.ensemble import RandomForestRegressor
@@ -238,8 +243,9 @@ class Tried:
 
         n = len(self.values)
         ensure(
-            n >= LEAST and len(set(self.values)) > 1,
-            f"importance: {n} configs with a finite {self.metric}; it takes {LEAST}, not all alike",
+            self.tells,
+            f"importance: {n} configs with a finite {self.metric}; it takes {LEAST}, not all alike, and a setting that "
+            f"varies and that all have; leave importance out",
         )
         columns = [_codes(texts) for texts in self.settings.values()]
         x, y = np.array(columns).T, np.array(self.values)

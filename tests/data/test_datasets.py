@@ -127,6 +127,16 @@ def test_vocabulary_is_in_order_of_frequency_then_alphabet() -> None:
     assert tokens == {"<unk>": 0, "c": 1, "b": 2, "a": 3}
 
 
+def test_texts_of_a_spreadsheet(tmp_path: Path) -> None:
+    """It puts the mark of UTF-8 before the first class."""
+    news(tmp_path, [(k, "Oil", "up") for k in (1, 2)], [(2, "Oil", "down")])
+    for path in tmp_path.glob("*.csv"):
+        path.write_text(f"\ufeff{path.read_text('utf-8')}", "utf-8")
+    data = AGNews(str(tmp_path), num_clients=2)
+    data.setup()
+    assert data.y_train.tolist() == [0, 1] and data.y_test.tolist() == [1]
+
+
 def test_ag_news(tmp_path: Path) -> None:
     train = [(k, "Oil up, again", "Prices rise; oil, oil.") for k in (1, 2, 3, 4)] + [(3, "Quiet", "day")]
     home = news(tmp_path, train, [(4, "Robots", 'say ""hi""'), (1, "Oil", "down")])
@@ -289,6 +299,19 @@ def test_labels_that_torchvision_keeps_otherwise() -> None:
         data = FromDataset(train, [(Image.new("L", (28, 28)), 2)] * 4, num_clients=2)
         data.setup()
         assert data.y_train.tolist() == [k % 3 for k in range(20)] and data.y_test.tolist() == [2] * 4
+
+
+def test_the_class_of_qmnist_is_the_first_of_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(self: TorchvisionData, train: bool, download: bool = False) -> Any:
+        found = datasets.QMNIST.__new__(datasets.QMNIST)
+        images = torch.randint(256, (20, 28, 28), dtype=torch.uint8)
+        found.__dict__ |= {"data": images, "targets": torch.arange(20)[:, None].repeat(1, 8) % 3, "compat": True}
+        return found
+
+    monkeypatch.setattr(TorchvisionData, "_dataset", made)
+    data = TorchvisionData("QMNIST", num_clients=2)
+    data.setup()
+    assert data.y_train.tolist() == [k % 3 for k in range(20)] and data.input_shape == (1, 28, 28)
 
 
 def test_labels_are_those_of_the_samples() -> None:

@@ -569,6 +569,8 @@ CSV = "user_id,image_id,class\n" + "".join(f"{u},{i},{Y[i]}\n" for u in (1, 0, 2
         ("fedsam.json", fedsam()),
         ("fedgloss.json", fedsam("users_data")),
         ("google.csv", CSV),
+        ("spreadsheet.csv", f"\ufeff{CSV}"),  # the mark of UTF-8
+        ("editor.json", f"\ufeff{json.dumps(WANT)}"),
     ],
 )
 def test_formats(tmp_path, name, text):

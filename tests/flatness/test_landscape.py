@@ -317,6 +317,8 @@ def test_normalized_sum() -> None:
     blank = {name: np.zeros((2, 2)) for name in "ab"}
     found = Surface({"a": first, "b": second}, blank, 1, {}, np.arange(2.0), np.arange(2.0))
     np.testing.assert_allclose(found.normalized_sum(), [[0, 2], [0.5, np.nan]])
+    flat = Surface({"a": first, "b": np.ones((2, 2))}, blank, 0, {}, np.arange(2.0), np.arange(2.0))
+    np.testing.assert_allclose(flat.normalized_sum(), [[0, 1], [0.5, 0]])
 
 
 # Many processes, interrupts, what is left behind
@@ -447,7 +449,7 @@ def test_errors() -> None:
         perturbation_curves(net, CE, {})
     with pytest.raises(ValueError, match="no sample"):
         interpolate(net, CE, {"train": list}, w, w)
-    with pytest.raises(ValueError, match="weights = "):
+    with pytest.raises(ValueError, match=r"^at: \(\d+,\) does not fit "):
         interpolate(net, CE, sets, w[1:], w[1:])
     with pytest.raises(ValueError, match="per_pass"):
         evaluate(net, CE, sets, lambda i: w, 3, per_pass=0)

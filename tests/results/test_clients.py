@@ -25,7 +25,7 @@ from fl_lightning.results.clients import (
 from fl_lightning.results.compare import compare
 from fl_lightning.results.metrics import Mode, mode_of
 from fl_lightning.results.summary import summarise
-from fl_lightning.results.table import columns, latex
+from fl_lightning.results.table import columns, latex, row
 from tests.results.folders import write
 
 HEAD = "round,client,samples,acc,loss,local_acc,local_loss\n"
@@ -136,3 +136,19 @@ def test_comparison(tmp_path: Path) -> None:
     for name, mode in (("mae", "min"), ("mae_worst_decile", "min"), ("mae_std", "min"), ("acc_worst", "max")):
         assert mode_of(f"server/clients/{name}", None, known) == mode
     assert mode_of("client/test/acc") == "max" and mode_of("client/test/loss") == mode_of("server/clients/acc_std")
+
+
+@pytest.mark.parametrize("name", ["acc", "top_5", "mAP"])
+def test_a_metric_of_any_name_has_each_of_the_columns(name: str, tmp_path: Path) -> None:
+    """With an underscore in its name, the local models' values have been those of the global model in the CSV file."""
+    ends = {"": 0.6, "_weighted": 0.61, "_std": 0.02, "_worst_decile": 0.3, "_worst": 0.2}
+    own = {f"server/clients/{name}{end}": value for end, value in ends.items()}
+    local = {f"client/test/{name}{end}": value for end, value in {"": 0.7, "_worst_decile": 0.4, "_gap": 0.1}.items()}
+    values = {**own, "server/clients/loss": 1.0, **local}
+    (tmp_path / "metrics.csv").write_text(f"round,{','.join(values)}\n1,{','.join(map(str, values.values()))}\n")
+    groups = compare(tmp_path)
+    assert groups[0].runs[0].metric == f"server/clients/{name}", "the headline of clients' own models"
+    found = row(groups[0], columns(groups))
+    of_clients = ("clients", "clients_weighted", "clients_std", "worst_decile", "worst_client")
+    keys = (*of_clients, "local", "local_worst_decile", "local_gap")
+    assert [found[key] for key in keys] == [*own.values(), *local.values()]

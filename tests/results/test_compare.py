@@ -170,6 +170,15 @@ def test_settings_that_differ_are_columns(runs: list[Path], tmp_path: Path) -> N
     assert names(mixed) == ["run"]
 
 
+def test_a_setting_with_the_name_of_a_column_is_kept_beside_it(tmp_path: Path) -> None:
+    """Such as data.mean."""
+    for i, mean in enumerate((0.0, 0.5)):
+        configured(tmp_path / f"run_{i}", {6: 0.1 * i}, mean=mean)
+    groups = compare(tmp_path)
+    found = [row(group, columns(groups)) for group in groups]
+    assert [(each["setting mean"], each["mean"]) for each in found] == [("0", 0.0), ("0.5", 0.1)]
+
+
 def test_a_reader_names_the_rows_and_chooses_columns(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from fl_lightning import UserError
 from fl_lightning.results.compare import compare
 from fl_lightning.results.varied import Tried, tried
+from tests.results.folders import configured, write
 from tests.results.test_pivot import sweep
 from tests.runs import cli
 
@@ -37,6 +38,19 @@ def test_a_point_for_each_config_in_the_panel_of_each_setting() -> None:
     assert rho.lines[0].get_xdata().tolist() == [0.01, 0.1, 1] and rho.get_xscale() == "log"
     assert lr.lines[0].get_xdata().tolist() == [1, 2, 3] and lr.get_xscale() == "linear"
     assert [*ascent.lines[0].get_xdata()] == ["SAM", "ASAM", "SAM"]
+
+
+def test_configs_that_tell_nothing(tmp_path: Path) -> None:
+    """A report of configs that are all alike has no importances, and is written; so are runs without configs."""
+    alike, bare = tmp_path / "alike", tmp_path / "bare"
+    for i in range(5):
+        configured(alike / f"r{i}", {6: 0.1}, lr=0.1 * (i + 1), momentum=0.1 * i, decay=0.01 * i)
+        write(bare / f"r{i}", {6: 0.1 * i})
+    cli("report", str(alike), f"--out={tmp_path / 'page'}")
+    assert '<section id="sweep">' not in (tmp_path / "page" / "report.html").read_text()
+    for root in (alike, bare):
+        with pytest.raises(UserError, match=r"^importance: 5 configs with .*; it takes 5, not all alike, and"):
+            _ = tried(compare([root])).importances
 
 
 @pytest.mark.long

@@ -135,19 +135,34 @@ def test_what_a_diverged_model_has_measured_is_read_and_not_drawn(folder: Path) 
 
 def test_each_spectrum_of_a_run_has_its_own_line(folder: Path) -> None:
     one = folder / "FedAvg" / "version_0"
-    settings = [{"operator": "hessian"}, {"operator": "fisher"}, {"operator": "fisher", "parameters": "head.*"}]
+    kinds = ({"operator": "fisher"}, {"operator": "fisher", "parameters": "head.*"}, {"merged": True})
+    settings: list[dict[str, Any]] = [{"operator": "hessian", **kind} for kind in ({}, *kinds)]
     found = [
         measurement(f"{k}", 4.0, settings=setting, details={"eigenvalues": [k]}) for k, setting in enumerate(settings)
     ]
-    test = measurement("3", 4.0, settings=settings[0], data="test set", details={"eigenvalues": [3]})
+    test = measurement("4", 4.0, settings=settings[0], data="test set", details={"eigenvalues": [4]})
     path = one / "flatness" / "flatness.json"
     path.write_text(json.dumps({"round": 6, "measurements": found}))
     runs = [run for _, of in files(folder)[0] for run in of]
-    assert list(spectra(runs).values()) == [[0], [1], [2]]
-    assert [label.removeprefix("FedAvg, seed 0") for label in spectra(runs)] == ["", ", fisher", ", fisher, head.*"]
+    assert list(spectra(runs).values()) == [[0], [1], [2], [3]]
+    ends = [label.removeprefix("FedAvg, seed 0") for label in spectra(runs)]
+    assert ends == ["", ", fisher", ", fisher, head.*", ", merged"]
     path.write_text(json.dumps({"round": 6, "measurements": [*found, test]}))
     runs = [run for _, of in files(folder)[0] for run in of]
-    assert [label.rpartition(", ")[2] for label in spectra(runs)] == [*["training data"] * 3, "test set"]
+    assert [label.rpartition(", ")[2] for label in spectra(runs)] == [*["training data"] * 4, "test set"]
+
+
+def test_runs_with_other_seeds_of_the_data_have_names_of_their_own(tmp_path: Path) -> None:
+    """Else one of two spectra, and its pictures, would stand in the place of the other's."""
+    for seed in (0, 1):
+        run = configured(tmp_path / f"run_{seed}", {6: 0.5}, data_seed=seed)
+        found = {"round": 6, "measurements": [measurement("lambda_1", 4.0, details={"eigenvalues": [1.0 + seed]})]}
+        (run / "flatness").mkdir()
+        (run / "flatness" / "flatness.json").write_text(json.dumps(found))
+    (group,) = compare(tmp_path)
+    runs = read_group(group)
+    assert [each.label.partition(", ")[2] for each in runs] == ["seed 0, data seed 0", "seed 0, data seed 1"]
+    assert [*spectra(runs).values()] == [[1.0], [2.0]]
 
 
 @pytest.fixture(scope="module")

@@ -439,6 +439,19 @@ def test_pages_of_the_docs_are_those_of_the_ledger(name: str) -> None:
     assert json.loads((DOCS / "ledger" / f"{name}.json").read_text()) == json_values(numbers)
 
 
+def test_rows_with_brackets_in_their_names_are_found(tmp_path: Path) -> None:
+    """In a pattern they stand for one of the letters between them."""
+    store = Store(tmp_path)
+    store.lines = [{"row": f"{method}/seed_{seed}"} for method in ("SAM[1]", "SAM1", "SAM10") for seed in (0, 1)]
+
+    def found(name: str) -> list[str]:
+        return [line["row"] for line in store.matching(name)]
+
+    assert found("SAM[1]") == ["SAM[1]/seed_0", "SAM[1]/seed_1"] and found("SAM[1]/seed_1") == ["SAM[1]/seed_1"]
+    assert found("SAM1") == ["SAM1/seed_0", "SAM1/seed_1"] == found("SAM[12]") and len(found(".")) == 6
+    assert found("SAM1*/seed_0") == ["SAM1/seed_0", "SAM10/seed_0"] and found("SAM") == []
+
+
 def test_a_setting_absent_and_at_its_default_is_one(copy: Path) -> None:
     """As rows of before a setting and of after it are; `SINCE` has the default of each that is not null."""
     before = len(compare(copy))

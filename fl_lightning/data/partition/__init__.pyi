@@ -1,7 +1,5 @@
 from .base import ClientIndices as ClientIndices
-from .base import Indices as Indices
 from .base import Partition as Partition
-from .base import cut as cut
 from .base import divide as divide
 from .base import stratified as stratified
 from .dirichlet import IID as IID

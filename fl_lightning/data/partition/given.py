@@ -134,10 +134,10 @@ class FromFile(Partition):
     def _read(self, index: Callable[[str, int], int]) -> dict[str, list[tuple[int, int | None]]]:
         """Returns ``{client: [(index, label or None), ...]}``."""
         if Path(self.path).suffix.lower() == ".csv":
-            with open(self.path, newline="") as file:
+            with open(self.path, newline="", encoding="utf-8-sig") as file:  # a spreadsheet puts a mark before the text
                 rows = csv.DictReader(file)
                 return grouped((row["user_id"], (int(row["image_id"]), int(row["class"]))) for row in rows)
-        content: Any = json.loads(Path(self.path).read_text(), object_pairs_hook=each_once)
+        content: Any = json.loads(Path(self.path).read_text("utf-8-sig"), object_pairs_hook=each_once)
         users = content.get("user_data") or content.get("users_data") if isinstance(content, dict) else None
         if users:
             return {
