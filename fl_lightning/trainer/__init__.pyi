@@ -28,7 +28,7 @@ from .runtime.environment import Fabric as Fabric
 from .runtime.environment import cpu_threads as cpu_threads
 from .runtime.signals import check_interruption as check_interruption
 from .settings import Kind as Kind
-from .state import by_key as by_key
+from .storage.checkpoint import by_key as by_key
 from .storage.client_store import ClientStore as ClientStore
 from .storage.provenance import PARTITION as PARTITION
 from .storage.run_folder import InUse as InUse

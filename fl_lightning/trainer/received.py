@@ -24,7 +24,7 @@ from fl_lightning.trainer.aggregation.base import Received
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.state import Norms, norms
+from fl_lightning.trainer.storage.checkpoint import Norms, norms
 
 
 class Arrivals:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from fl_lightning.core import State, constants, ensure, files, load_constants
-from fl_lightning.core.made import as_setting
+from fl_lightning.core import State, as_setting, constants, ensure, files, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.accountant import NoiseKey
@@ -19,8 +18,7 @@ from fl_lightning.trainer.flight import is_flight
 from fl_lightning.trainer.participation.faults import write_failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
-from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, provenance
+from fl_lightning.trainer.storage import RunFolder, by_key, check_unused, checkpoint, provenance
 
 BLOCK = 1 << 24
 """Numbers that rank 0 receives at once for a checkpoint, or one row."""

@@ -13,8 +13,7 @@ import torch
 from fl_lightning.core import DivergenceError, Logs, State, Watched, wait_for
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.participation import Attendance
-from fl_lightning.trainer.participation.faults import LINES, failure_lines
+from fl_lightning.trainer.participation import LINES, Attendance, failure_lines
 from fl_lightning.trainer.received import (
     Arrivals,
     average,

@@ -36,8 +36,7 @@ from fl_lightning.trainer.evaluation import Split
 from fl_lightning.trainer.experiment import Experiment
 from fl_lightning.trainer.loggers import About, RunLogger
 from fl_lightning.trainer.settings import Kind, Settings
-from fl_lightning.trainer.state import RunState, by_key
-from fl_lightning.trainer.storage import ClientStore, RunFolder
+from fl_lightning.trainer.storage import ClientStore, RunFolder, RunState, by_key
 from fl_lightning.trainer.timing import Timing
 
 COUNTERS = {
