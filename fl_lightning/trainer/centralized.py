@@ -11,11 +11,10 @@ from lightning.fabric.plugins import CheckpointIO
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import ensure, global_generator, seeded, unchanged
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
-from fl_lightning.trainer.loop import close
+from fl_lightning.trainer.loop import close, session, transaction
 from fl_lightning.trainer.received import check_finite
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import Interruption, quiet, unbroken_output
-from fl_lightning.trainer.session import session, transaction
 from fl_lightning.trainer.settings import Settings
 
 
