@@ -318,7 +318,7 @@ def test_file_or_median(given: Any) -> None:
         (
             {},
             {"over_selection": 1.2},
-            "trainer.clock.over_selection = 1.2: draws 4 clients in a round, but there are only 3; ",
+            "trainer.clients_per_round = 4 (or that of trainer.sampler, or by trainer.clock.over_selection): there",
         ),
     ],
 )
