@@ -94,16 +94,6 @@ class MeasurementContext:
         """Returns the context of a run whose next round has not begun."""
         return cls(run, run.global_model, run.server, run.server, cohort)
 
-    @property
-    def before(self) -> Tensor:
-        """The server's model w^t before the round, ``(d,)``."""
-        return self.old.w
-
-    @property
-    def after(self) -> Tensor:
-        """The server's model w^{t+1} after it, the average of the local models, ``(d,)``."""
-        return self.new.w
-
     def train(self, samples: int | None, split: Split = "train") -> tuple[Batches, int, str]:
         """Returns samples of a split.
 
@@ -168,10 +158,9 @@ class PseudoGradient:
         self.run, self._sum, self._weight = run, torch.zeros_like(run.server.w), 0.0
 
     def add(self, result: LocalResult) -> None:
-        """Adds a local result of this process; as in the average, one that is not finite is left out."""
-        if result.finite:
-            weight = 1.0 if self.run.objective.weighting == "uniform" else float(result.ctx.n_k)
-            self._sum, self._weight = self._sum + weight * (result.received.w - result.w), self._weight + weight
+        """Adds a finite local result of this process."""
+        weight = 1.0 if self.run.objective.weighting == "uniform" else float(result.ctx.n_k)
+        self._sum, self._weight = self._sum + weight * (result.received.w - result.w), self._weight + weight
 
     def value(self) -> Tensor | None:
         """Returns Δ̃, ``(d,)``, the same on every process; None if there was no client."""
@@ -207,7 +196,7 @@ class Measure(Checked, key="measure: {}"):
         """Prepares for a measured round, when it begins, from the run's state before it."""
 
     def update(self, run: Run, result: LocalResult) -> None:
-        """Takes a client's local result, on the process that trained the client."""
+        """Takes a client's local result, if it is finite, on the process that trained the client."""
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         """Returns the measurements, the same on every process; every process calls."""
@@ -258,7 +247,7 @@ def dry_round(
     Args:
         run: The run.
         clients: Ids of the clients; needs memory for as many local models.
-        on_result: Called with each result of the last phase on this process.
+        on_result: Called with each finite result of the last phase on this process.
         perturb: Whether the algorithm may perturb the model that it sends; otherwise it is the server's.
 
     Returns:
@@ -278,7 +267,7 @@ def local_models(run: Run, clients: Sequence[int], on_result: Callable[[LocalRes
     Args:
         run: The run.
         clients: Ids of the clients.
-        on_result: Called with each result of the last phase on this process.
+        on_result: Called with each finite result of the last phase on this process.
         at_once: Clients of a block, which is the cohort of an algorithm with several phases.
     """
     for at in range(0, len(clients), at_once):
@@ -296,7 +285,7 @@ def _next_round(
 ) -> Round:
     last = run.objective.phases - 1
     cohort = Cohort.of(run, clients, run.next_round)
-    return Round(run, cohort, lambda result: on_result(result) if result.ctx.phase == last else None, perturb)
+    return Round(run, cohort, lambda r: on_result(r) if r.finite and r.ctx.phase == last else None, perturb)
 
 
 def check_statistics(objective: LocalObjective) -> None:

@@ -264,8 +264,7 @@ class ClientLambdaMax(CurvatureMeasure):
             self._add(run, result)
 
     def _add(self, run: Run, result: LocalResult) -> None:
-        if result.finite:
-            self._at(run, result.client, result.w)
+        self._at(run, result.client, result.w)
 
     def _at(self, run: Run, client: int, w: Tensor) -> None:
         for where, found in self._found.items():

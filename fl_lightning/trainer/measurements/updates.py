@@ -43,10 +43,10 @@ class Updates(Measure):
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         models, self._models = self._models, []
         mine = {
-            r.client: [float((r.w - w).norm()) for w in (r.received.w, context.before, context.after)] for r in models
+            r.client: [float((r.w - w).norm()) for w in (r.received.w, context.old.w, context.new.w)] for r in models
         }
         found = collectives.all_gather_dict(context.run.fabric, mine)
-        values = {"norm_w": float(context.after.norm())}
+        values = {"norm_w": float(context.new.w.norm())}
         if found:
             received, before, after = zip(*found.values(), strict=True)
             values |= {
@@ -55,7 +55,7 @@ class Updates(Measure):
                 "distance_max": max(after),
                 "divergence_previous": mean(d * d for d in before),
                 "divergence_next": mean(d * d for d in after),
-                "step_sharpness": self.rho * float((context.before - context.after).norm()),
+                "step_sharpness": self.rho * float((context.old.w - context.new.w).norm()),
             }
         if context.pseudo_gradient is not None:
             values["pseudo_gradient_norm"] = float(context.pseudo_gradient.norm())
