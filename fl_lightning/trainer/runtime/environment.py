@@ -1,6 +1,7 @@
 """What a run sets in its process and restores, and what the process prints."""
 
 import ctypes
+import fcntl
 import logging
 import os
 import socket
@@ -59,7 +60,7 @@ def float32_products(tf32: bool) -> Iterator[None]:
     """Sets whether TF32 may be used in products and convolutions, and restores what was set before.
 
     torch has two interfaces, and reading the older one is an error if a program has used the newer one, the attributes
-    ``fp32_precision``, which torch has from 2.9 on.
+    ``fp32_precision``.
 
     Args:
         tf32: Whether the factors may be rounded to 10 bits of mantissa.
@@ -69,13 +70,9 @@ def float32_products(tf32: bool) -> Iterator[None]:
         older["matmul"] = torch.get_float32_matmul_precision()
     with suppress(RuntimeError):
         older["cudnn"] = torch.backends.cudnn.allow_tf32
-    owners: list[Any] = [
-        torch.backends.cuda.matmul,
-        torch.backends.mkldnn.matmul if hasattr(torch.backends.mkldnn, "matmul") else None,
-        getattr(torch.backends.cudnn, "conv", None),
-        getattr(torch.backends.cudnn, "rnn", None),
-    ]
-    newer = [(owner, owner.fp32_precision) for owner in owners if hasattr(owner, "fp32_precision")]
+    backends: Any = torch.backends
+    owners = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    newer = [(owner, owner.fp32_precision) for owner in owners]
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     for owner, _ in newer[2:]:
@@ -157,8 +154,6 @@ def choose_interface(main_address: str) -> None:
 
 def _address(name: str) -> str | None:
     """Returns the IPv4 address of an interface, or None if it has none."""
-    import fcntl  # which Windows lacks
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
