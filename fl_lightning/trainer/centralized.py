@@ -89,12 +89,13 @@ def check_centralized(settings: Settings, model: LocalObjective) -> None:
     """
     model.check_centralized(averaged=True)
     key = "privacy" if isinstance(settings.aggregation, GaussianPrivacy) else "aggregation"
+    divergence, devices = settings.on_divergence, settings.fabric.world_size
     for name, fits, lacks in (
         ("clock", settings.clock is None, "devices of clients; set it to null"),
         ("faults", not settings.faults.kinds, "clients that fail; set it to null"),
         (key, not settings.aggregation.by_rows, "uploads of clients; set it to null"),
-        ("on_divergence", settings.on_divergence == "stop", "round to leave out; set it to stop"),
-        ("devices", settings.fabric.world_size <= 1, "further processes; set it to 1"),
+        (f"on_divergence = {divergence}", divergence == "stop", "round to leave out; set it to stop"),
+        (f"devices = {devices}", devices <= 1, "further processes; set it to 1"),
     ):
         ensure(fits, f"trainer.{name}: centralized training has no {lacks}")
 

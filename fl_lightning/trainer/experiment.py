@@ -73,12 +73,9 @@ class Experiment:
         data.to(self.fabric.device)
         self.mean_samples = float(data.client_sizes.double().mean())
         named = (*objective.net.named_parameters(), *objective.net.named_buffers())
-        remedy = "make it on the CPU, or fill it by to_empty(device='cpu') and load_state_dict"
-        for odd, what in (
-            ([name for name, value in named if value.is_meta], f"on the meta device, without values; {remedy}"),
-            ([name for name, value in named if value.is_inference()], "of torch.inference_mode(); make it outside"),
-        ):
-            ensure(not odd, f"model.net = {type(objective.net).__name__}: {', '.join(odd[:3])} {what}")
+        odd = ", ".join([name for name, value in named if value.is_inference()][:3])
+        net = type(objective.net).__name__
+        ensure(not odd, f"model.net = {net}: {odd} of torch.inference_mode(); make it outside")
         objective.flat.check(objective.net)
         objective.to(device=self.fabric.device, dtype=self.dtype)
         self.net, frozen = FlatNet(objective.net), constants(objective.net)
