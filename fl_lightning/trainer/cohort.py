@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fl_lightning.core import ClientContext, NonNegativeInt, State, ensure, fits
 from fl_lightning.engine import LocalResult
+from fl_lightning.trainer.experiment import Timing
 from fl_lightning.trainer.participation import NO_FAULTS, Asynchronous, Attendance, Faults
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import assign, owner
-from fl_lightning.trainer.timing import Timing
 
 EVENTS = "events.csv"
 """In the run folder: a line for each event."""

@@ -32,11 +32,10 @@ from fl_lightning.engine import EngineName, LocalResult, dry_step
 from fl_lightning.engine.rounds import Rounds
 from fl_lightning.results import group_id, is_protected, only_python
 from fl_lightning.trainer.evaluation import Split
-from fl_lightning.trainer.experiment import Experiment
+from fl_lightning.trainer.experiment import Experiment, Timing
 from fl_lightning.trainer.loggers import About, RunLogger
 from fl_lightning.trainer.settings import Kind, Settings
 from fl_lightning.trainer.storage import ClientStore, RunFolder, RunState, by_key
-from fl_lightning.trainer.timing import Timing
 
 COUNTERS = {
     "client/diverged", "client/passes", "client/steps", "clock/time_s", "comm/total_bits", "comm/transmissions",

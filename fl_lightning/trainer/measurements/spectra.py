@@ -20,9 +20,8 @@ from fl_lightning.trainer.measurements.base import (
     MeasurementContext,
     local_loss,
     local_models,
-    own_models,
 )
-from fl_lightning.trainer.measurements.curvature import CurvatureMeasure, GlobalCurvature
+from fl_lightning.trainer.measurements.curvature import CurvatureMeasure, GlobalCurvature, own_models
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 

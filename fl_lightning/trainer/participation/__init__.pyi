@@ -9,3 +9,4 @@ from .faults import Stragglers as Stragglers
 from .faults import failure_lines as failure_lines
 from .samplers import CohortSampler as CohortSampler
 from .samplers import UniformSampler as UniformSampler
+from .samplers import draw as draw
