@@ -50,6 +50,7 @@ class Experiment:
         frozen: Hash of the net's frozen parameters, "" if it has none.
         evaluator: Evaluates weights.
         aggregation: Combines the uploads of a cohort into one update.
+        private: Whether noise of a secret key protects the clients.
         mean_samples: Mean number of samples of a client.
 
     Raises:
@@ -98,12 +99,8 @@ class Experiment:
         self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
         if self.aggregation.noise_key is not None:  # every process draws the cohorts
             self.aggregation.noise_key = self.fabric.broadcast(self.aggregation.noise_key)
-
-    @property
-    def private(self) -> bool:
-        """Whether noise of a secret key protects the clients."""
-        rule = self.aggregation
-        return rule.noise_key is not None and getattr(rule, "noise_seed", None) is None
+        seed = getattr(self.aggregation, "noise_seed", None)
+        self.private = self.aggregation.noise_key is not None and seed is None
 
     def round_context(self, t: int, phase: int = 0) -> RoundContext:
         """Returns the context of round ``t``."""
