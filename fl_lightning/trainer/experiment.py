@@ -201,7 +201,7 @@ class Timing:
         if own is not None and own.trains_alone and not phase:
             alone = data.batches_per_client(client, own.epochs_alone, None) if own.epochs_alone else K
             before = device.compute_s(sum(data.batch_sizes(size, alone)), *self.contract[objective.phases].passes)
-        computed = before + device.compute_s(sum(data.batch_sizes(size, K)), *self.contract[0].passes)
+        computed = before + device.compute_s(sum(data.batch_sizes(size, K)), *self.contract[phase].passes)
         comm = device.comm_s(*self.contract[phase].bits)
         ensure(
             computed + comm <= LONGEST,
@@ -254,7 +254,7 @@ class Timing:
             return 0
         device, left = self.device(client), (self.clock.deadline_s or 0.0) - self.spent(client, 0, phase)[1]
         samples = accumulate(self.data.batch_sizes(len(self.data.clients[client]), asked))
-        return sum(device.compute_s(n, *self.contract[0].passes) <= left for n in samples)
+        return sum(device.compute_s(n, *self.contract[phase].passes) <= left for n in samples)
 
     def metrics(self, before: Mapping[str, float], phases: Sequence[Attendance]) -> dict[str, float]:
         """Returns the metrics of a round.
