@@ -58,11 +58,12 @@ class Spectrum(GlobalCurvature):
 
     def check(self, run: Run) -> None:
         super().check(run)
-        spec = self.spec(run)
+        spec, shared = self.spec(run), run.objective.shared
         sizes = dict(zip(spec.names, spec.numels, strict=True))
         groups = [block.parameters for block in self.blocks(run)]
-        d = min(sum(sizes[name] for name in matching(spec.names, group or ["*"])) for group in groups)
-        what = "a layer" if self.by_layer else "the net" if self.parameters is None else "the group"
+        d = min(sum(sizes[name] for name in matching(spec.names, group or shared or ["*"])) for group in groups)
+        whole = "the net" if shared is None else "the shared part"
+        what = "a layer" if self.by_layer else whole if self.parameters is None else "the group"
         require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"{what} has {d} weights; give at most {d}")
 
     def estimate(self, matrix: Matrix, **options: Any) -> flatness.Spectrum:
