@@ -93,7 +93,9 @@ class Experiment:
             buffers.take(objective.net)
             buffers.first = self.fabric.broadcast(buffers.first.cpu()).to(self.fabric.device, self.dtype)
         self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
-        fewer = settings.faults.stragglers is not None or (settings.clock is not None and settings.clock.shortens)
+        slow = settings.faults.stragglers
+        shortens = settings.clock is not None and settings.clock.shortens
+        fewer = shortens or (slow is not None and slow.late == "partial")
         steps = None if fewer else settings.local_steps
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
         self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
