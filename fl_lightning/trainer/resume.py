@@ -258,12 +258,14 @@ def digest(run: Run, engine: EngineName) -> str:
         run: The run.
         engine: Its engine; "auto" says less than the one that was chosen.
     """
-    given = run.settings.config
-    trainer, *others = [as_setting(each) for each in (run.settings, run.objective, run.data)]
+    given, data = run.settings.config, run.config["data"]  # arrays are described once in a run
+    now = {name: value for name, value in vars(run.data).items() if name in data.get("init_args", {})}
     parts = [
         engine,
-        {name: value for name, value in trainer["init_args"].items() if name not in LEFT_OUT},
-        others,
+        {name: v for name, v in as_setting(run.settings)["init_args"].items() if name not in LEFT_OUT},
+        as_setting(run.objective),
+        data,
+        {name: value for name, value in now.items() if isinstance(value, bool | int | float | str)},
         dict(run.objective.hparams),
         run.sources,
         given and {**given, "trainer": {**given["trainer"], "engine": None}},
