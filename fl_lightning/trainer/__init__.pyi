@@ -1,6 +1,7 @@
+from .callbacks.checkpoints import pause as pause
 from .callbacks.defaults import Progress as Progress
-from .callbacks.records import FlatnessMonitor as FlatnessMonitor
-from .callbacks.records import pause as pause
+from .callbacks.flatness_monitor import FlatnessMonitor as FlatnessMonitor
+from .callbacks.flatness_monitor import figures as figures
 from .cohort import Cohort as Cohort
 from .cohort import Flight as Flight
 from .loggers.base import CSVLogger as CSVLogger
@@ -14,7 +15,6 @@ from .measurements.clients import evaluate as evaluate
 from .measurements.curvature import check_measures as check_measures
 from .measurements.curvature import check_statistics as check_statistics
 from .measurements.sharpness import default_measures as default_measures
-from .measurements.spectra import figures as figures
 from .participation.faults import LINES as LINES
 from .participation.faults import Attendance as Attendance
 from .participation.faults import listed as listed

@@ -66,7 +66,7 @@ from fl_lightning.flatness import (
 )
 from fl_lightning.flatness.neighbourhood import filter_scale
 from fl_lightning.results.metrics import last_measurements, protocol
-from fl_lightning.trainer.callbacks.records import scalars
+from fl_lightning.trainer.callbacks.flatness_monitor import scalars
 from fl_lightning.trainer.measurements import MeasurementContext, dry_round
 from fl_lightning.trainer.run import Run
 from tests.flatness.test_flatness import CE, Quadratic, cnn, data, output, symmetric

@@ -1,10 +1,10 @@
 from ..run import Callback as Callback
+from .checkpoints import Checkpoints as Checkpoints
+from .checkpoints import Trajectory as Trajectory
 from .defaults import Curves as Curves
 from .defaults import EventLog as EventLog
 from .defaults import PrivacyMonitor as PrivacyMonitor
 from .defaults import Progress as Progress
 from .defaults import Results as Results
 from .defaults import with_defaults as with_defaults
-from .records import Checkpoints as Checkpoints
-from .records import FlatnessMonitor as FlatnessMonitor
-from .records import Trajectory as Trajectory
+from .flatness_monitor import FlatnessMonitor as FlatnessMonitor

@@ -40,7 +40,8 @@ from fl_lightning.results import (
 )
 from fl_lightning.results.metrics import FILE, MEASUREMENTS, best_of, is_flatness, mode_of, read_metrics, shown, title
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
-from fl_lightning.trainer.callbacks.records import Checkpoints, FlatnessMonitor, monitored
+from fl_lightning.trainer.callbacks.checkpoints import Checkpoints, monitored
+from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
 from fl_lightning.trainer.cohort import EVENTS, Event
 from fl_lightning.trainer.loggers import WandbLogger
 from fl_lightning.trainer.run import Callback, Run

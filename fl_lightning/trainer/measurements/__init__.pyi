@@ -20,4 +20,3 @@ from .spectra import HessianTrace as HessianTrace
 from .spectra import LambdaMax as LambdaMax
 from .spectra import SpectralDensity as SpectralDensity
 from .spectra import Spectrum as Spectrum
-from .spectra import figures as figures

@@ -1,7 +1,7 @@
 """Measures of curvature: eigenvalues, trace and spectral density of the Hessian, Gauss-Newton or Fisher matrix."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning import flatness
-from fl_lightning.core import Figure, Positive, PositiveInt, matching, require
+from fl_lightning.core import Positive, PositiveInt, matching, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Matrix
-from fl_lightning.flatness.plots import plot_density, plot_spectrum
 from fl_lightning.trainer.measurements.base import (
     Clients,
     Measurement,
@@ -303,21 +302,3 @@ class ClientLambdaMax(CurvatureMeasure):
                 name = f"{mean_of.name}_max"
                 measurements.append(replace(mean_of, name=name, value=max(values), settings=self.protocol, details={}))
         return measurements
-
-
-def figures(measurements: Sequence[Measurement], label: str) -> dict[str, Callable[[], Figure]]:
-    """Returns functions that draw the measured spectra and densities, by name.
-
-    Args:
-        measurements: The measurements.
-        label: The model's name.
-    """
-    found: dict[str, Callable[[], Figure]] = {}
-    for m in measurements:  # the names begin with the matrix, unless it is the Hessian
-        if "eigenvalues" in m.details:
-            found[m.name.replace("lambda_1", "spectrum")] = partial(plot_spectrum, {label: m.details["eigenvalues"]})
-        if "density" in m.details:
-            found[m.name.replace("density_mean", "density")] = partial(
-                plot_density, {label: (m.details["grid"], m.details["density"])}
-            )
-    return found
