@@ -3,7 +3,7 @@ from .callbacks.defaults import Progress as Progress
 from .callbacks.flatness_monitor import FlatnessMonitor as FlatnessMonitor
 from .callbacks.flatness_monitor import figures as figures
 from .cohort import Cohort as Cohort
-from .cohort import Flight as Flight
+from .flight import Flight as Flight
 from .loggers.base import CSVLogger as CSVLogger
 from .measurements.base import Measure as Measure
 from .measurements.base import Measurement as Measurement

@@ -14,7 +14,7 @@ from fl_lightning.core import State, as_setting, constants, ensure, files, load_
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.accountant import NoiseKey
-from fl_lightning.trainer.cohort import is_flight
+from fl_lightning.trainer.flight import is_flight
 from fl_lightning.trainer.participation.faults import write_failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero

@@ -42,7 +42,7 @@ from fl_lightning.results.metrics import FILE, MEASUREMENTS, best_of, is_flatnes
 from fl_lightning.trainer.aggregation.privacy import GaussianPrivacy
 from fl_lightning.trainer.callbacks.checkpoints import Checkpoints, monitored
 from fl_lightning.trainer.callbacks.flatness_monitor import FlatnessMonitor
-from fl_lightning.trainer.cohort import EVENTS, Event
+from fl_lightning.trainer.flight import EVENTS, Event
 from fl_lightning.trainer.loggers import WandbLogger
 from fl_lightning.trainer.run import Callback, Run
 
