@@ -126,10 +126,9 @@ def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -
     run, mean = context.run, PseudoGradient(context.run)
 
     def update(result: LocalResult) -> None:
-        if result.finite:
-            mean.add(result)
-            for measure in measures:
-                measure.update(run, result)
+        mean.add(result)
+        for measure in measures:
+            measure.update(run, result)
 
     after = dry_round(run, context.cohort, update)
     monitors = [its for key, its in run.restored.get("callbacks", {}).items() if key.startswith("FlatnessMonitor")]

@@ -10,10 +10,10 @@ from .measurements.base import Measurement as Measurement
 from .measurements.base import MeasurementContext as MeasurementContext
 from .measurements.base import PseudoGradient as PseudoGradient
 from .measurements.base import Split as Split
-from .measurements.base import check_statistics as check_statistics
 from .measurements.base import dry_round as dry_round
 from .measurements.clients import evaluate as evaluate
 from .measurements.curvature import check_measures as check_measures
+from .measurements.curvature import check_statistics as check_statistics
 from .measurements.sharpness import default_measures as default_measures
 from .participation.faults import LINES as LINES
 from .participation.faults import Attendance as Attendance
@@ -28,7 +28,7 @@ from .runtime.environment import Fabric as Fabric
 from .runtime.environment import cpu_threads as cpu_threads
 from .runtime.signals import check_interruption as check_interruption
 from .settings import Kind as Kind
-from .state import by_key as by_key
+from .storage.checkpoint import by_key as by_key
 from .storage.client_store import ClientStore as ClientStore
 from .storage.provenance import PARTITION as PARTITION
 from .storage.run_folder import InUse as InUse

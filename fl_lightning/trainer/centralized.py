@@ -89,22 +89,16 @@ def check_centralized(settings: Settings, model: LocalObjective) -> None:
             or under differential privacy, rounds that diverge are to be left out, or there is more than one process.
     """
     model.check_centralized(averaged=True)
-    ensure(settings.clock is None, "trainer.clock: centralized training has no devices of clients; set it to null")
-    ensure(not settings.faults.kinds, "trainer.faults: centralized training has no clients that fail; set it to null")
     key = "privacy" if isinstance(settings.aggregation, GaussianPrivacy) else "aggregation"
-    ensure(
-        not settings.aggregation.by_rows,
-        f"trainer.{key}: centralized training has no uploads of clients; set it to null",
-    )
-    ensure(
-        settings.on_divergence == "stop",
-        f"trainer.on_divergence = {settings.on_divergence}: centralized training has no round to leave out; set it to "
-        "stop",
-    )
-    ensure(
-        settings.fabric.world_size <= 1,
-        f"trainer.devices = {settings.fabric.world_size}: centralized training takes 1",
-    )
+    divergence, devices = settings.on_divergence, settings.fabric.world_size
+    for name, fits, lacks in (
+        ("clock", settings.clock is None, "devices of clients; set it to null"),
+        ("faults", not settings.faults.kinds, "clients that fail; set it to null"),
+        (key, not settings.aggregation.by_rows, "uploads of clients; set it to null"),
+        (f"on_divergence = {divergence}", divergence == "stop", "round to leave out; set it to stop"),
+        (f"devices = {devices}", devices <= 1, "further processes; set it to 1"),
+    ):
+        ensure(fits, f"trainer.{name}: centralized training has no {lacks}")
 
 
 def train_centrally(run: Run) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from fl_lightning.core import ClientContext, State
 from fl_lightning.engine import LocalResult
+from fl_lightning.trainer.experiment import Timing
 from fl_lightning.trainer.flight import Flight, Task
-from fl_lightning.trainer.participation.faults import NO_FAULTS, Attendance, Faults
+from fl_lightning.trainer.participation import NO_FAULTS, Attendance, Faults
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import assign, owner
-from fl_lightning.trainer.timing import Timing
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
-"""What is fixed in a run: processes, net and data, and what the seed decides."""
+"""What is fixed in a run: processes, net and data, what the seed decides, and the seconds of the clients' devices."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from itertools import accumulate
+from warnings import warn
 
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
@@ -13,13 +17,14 @@ from fl_lightning.core import (
     ensure,
     generator,
     generators,
+    numpy_generator,
 )
 from fl_lightning.data import FederatedDataModule, Minibatches, MinibatchTable
-from fl_lightning.engine import Engine, EngineName, engine_class
+from fl_lightning.engine import Engine, EngineName, Exchange, engine_class
 from fl_lightning.results.metrics import Mode
 from fl_lightning.trainer.aggregation.base import Aggregation, Mean, Plan
 from fl_lightning.trainer.evaluation import Evaluator
-from fl_lightning.trainer.participation.samplers import draw
+from fl_lightning.trainer.participation import Attendance, Clock, Device, Stragglers, draw
 from fl_lightning.trainer.settings import Kind, Settings
 
 
@@ -45,6 +50,7 @@ class Experiment:
         frozen: Hash of the net's frozen parameters, "" if it has none.
         evaluator: Evaluates weights.
         aggregation: Combines the uploads of a cohort into one update.
+        private: Whether noise of a secret key protects the clients.
         mean_samples: Mean number of samples of a client.
 
     Raises:
@@ -73,12 +79,9 @@ class Experiment:
         data.to(self.fabric.device)
         self.mean_samples = float(data.client_sizes.double().mean())
         named = (*objective.net.named_parameters(), *objective.net.named_buffers())
-        remedy = "make it on the CPU, or fill it by to_empty(device='cpu') and load_state_dict"
-        for odd, what in (
-            ([name for name, value in named if value.is_meta], f"on the meta device, without values; {remedy}"),
-            ([name for name, value in named if value.is_inference()], "of torch.inference_mode(); make it outside"),
-        ):
-            ensure(not odd, f"model.net = {type(objective.net).__name__}: {', '.join(odd[:3])} {what}")
+        odd = ", ".join([name for name, value in named if value.is_inference()][:3])
+        net = type(objective.net).__name__
+        ensure(not odd, f"model.net = {net}: {odd} of torch.inference_mode(); make it outside")
         objective.flat.check(objective.net)
         objective.to(device=self.fabric.device, dtype=self.dtype)
         self.net, frozen = FlatNet(objective.net), constants(objective.net)
@@ -90,18 +93,16 @@ class Experiment:
             buffers.take(objective.net)
             buffers.first = self.fabric.broadcast(buffers.first.cpu()).to(self.fabric.device, self.dtype)
         self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
-        fewer = settings.faults.stragglers is not None or (settings.clock is not None and settings.clock.shortens)
+        slow = settings.faults.stragglers
+        shortens = settings.clock is not None and settings.clock.shortens
+        fewer = shortens or (slow is not None and slow.late == "partial")
         steps = None if fewer else settings.local_steps
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
         self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
         if self.aggregation.noise_key is not None:  # every process draws the cohorts
             self.aggregation.noise_key = self.fabric.broadcast(self.aggregation.noise_key)
-
-    @property
-    def private(self) -> bool:
-        """Whether noise of a secret key protects the clients."""
-        rule = self.aggregation
-        return rule.noise_key is not None and getattr(rule, "noise_seed", None) is None
+        seed = getattr(self.aggregation, "noise_seed", None)
+        self.private = self.aggregation.noise_key is not None and seed is None
 
     def round_context(self, t: int, phase: int = 0) -> RoundContext:
         """Returns the context of round ``t``."""
@@ -142,3 +143,136 @@ class Experiment:
     def evaluates(self, round: int) -> bool:
         """Returns whether evaluation is due when ``round`` rounds are done."""
         return round % self.settings.eval_every == 0 or round > self.max_rounds - self.settings.eval_last
+
+
+LONGEST = 1e15
+"""Most seconds of a client in a phase; in sums of longer ones those of the others would be lost."""
+
+
+class Timing:
+    """The clock of one run.
+
+    Args:
+        settings: The trainer's settings.
+        clock: Its clock.
+        objective: The local objective.
+        data: The clients' data.
+        contract: What a dry step has shown of each phase.
+
+    Attributes:
+        uneven: Whether fast clients may take part more often than slow ones.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        objective: LocalObjective,
+        data: FederatedDataModule,
+        contract: Mapping[int, Exchange],
+    ) -> None:
+        self.clock, self.objective, self.data, self.settings = clock, objective, data, settings
+        self.seed, self.wanted = settings.seed, settings.wanted
+        self.uneven = clock.leaves_out or settings.asynchronous is not None
+        self.speeds = settings.faults.stragglers or Stragglers(1.0, sigma=clock.sigma)
+        ensure(
+            not (clock.shortens and objective.trains_alone),
+            "trainer.clock.late = partial: clients also train before the round; set it to lost",
+        )
+        self.contract = contract
+        self.device, self._place = cache(self._device), cache(self._placed)
+        self._nobody = cache(partial(warn, stacklevel=2))  # once a run
+
+    def _device(self, client: int) -> Device:
+        """Returns a client's device, a function of the file or of (seed, client)."""
+        rows, m, of = self.clock.rows, self.data.num_clients, self.clock.median
+        n = len(rows)
+        if n:
+            return rows[client if n >= m else numpy_generator(self.seed, "devices").permutation(n)[client % n]]
+        bandwidth = float(numpy_generator(self.seed, "bandwidth", client).lognormal(0.0, self.clock.bandwidth_sigma))
+        seconds = of.sec_per_sample / self.speeds.speed(client, self.seed)
+        return Device(seconds, of.down_mbps * bandwidth, of.up_mbps * bandwidth, of.latency_s)
+
+    def spent(self, client: int, K: int, phase: int = 0) -> tuple[float, float]:
+        """Returns the seconds in which a client computes its K steps of a phase, and those in which it exchanges.
+
+        Training before the round, by itself, belongs to the first phase.
+        """
+        data, objective, device = self.data, self.objective, self.device(client)
+        own, size, before = objective.own_part, len(self.data.clients[client]), 0.0
+        if own is not None and own.trains_alone and not phase:
+            alone = data.batches_per_client(client, own.epochs_alone, None) if own.epochs_alone else K
+            before = device.compute_s(sum(data.batch_sizes(size, alone)), *self.contract[objective.phases].passes)
+        computed = before + device.compute_s(sum(data.batch_sizes(size, K)), *self.contract[phase].passes)
+        comm = device.comm_s(*self.contract[phase].bits)
+        ensure(
+            computed + comm <= LONGEST,
+            f"trainer.clock: client {client} takes {computed + comm:.3g} seconds; give devices and bandwidths with "
+            f"which it takes at most {LONGEST:.0e}",
+        )
+        return computed, comm
+
+    def _placed(self, client: int) -> tuple[float, int]:
+        """Returns what sorts the clients by the seconds of a whole task."""
+        return sum(self.spent(client, self.settings.asked(self.data, client))), client
+
+    @cached_property
+    def _tenths(self) -> list[tuple[float, int]]:
+        """Returns the first places of the second to the last tenth of the clients, of up to 1,000 of them."""
+        places = sorted(map(self._place, range(0, m := self.data.num_clients, -(-m // 1000))))
+        return [places[len(places) * tenth // 10] for tenth in range(1, 10)]
+
+    def attendance(self, found: Attendance, phase: int) -> Attendance:
+        """Returns who is done before the server stops waiting, and when that is.
+
+        Args:
+            found: Who answers at all.
+            phase: The phase.
+        """
+        deadline, wanted = self.clock.deadline_s or float("inf"), None if phase else self.wanted
+        times = {k: self.spent(k, K, phase) for k, K in found.steps.items()}
+        late = [k for k, each in times.items() if sum(each) > deadline]
+        steps = {k: self._steps(k, K, phase) if k in late else K for k, K in found.steps.items()}
+        done = [k for k, K in steps.items() if K]
+        if late and not done:
+            self._nobody(
+                f"trainer.clock.deadline_s = {deadline}: nobody is done in time in some round, which leaves the model "
+                "as it is; see client/late"
+            )
+        at = {k: deadline if k in late else sum(times[k]) for k in done}
+        first = {*sorted(done, key=at.__getitem__)[:wanted]}  # of two at the same time, the first one of the cohort
+        counted = {k: steps[k] for k in done if k in first}
+        return replace(
+            found,
+            steps=counted,
+            late=[*found.late, *(k for k in found.steps if k not in counted or (k in late and not phase))],
+            times={k: self.spent(k, K, phase) if k in late else times[k] for k, K in counted.items()},
+            seconds=deadline if late and len(counted) != wanted else max((at[k] for k in counted), default=0.0),
+        )
+
+    def _steps(self, client: int, asked: int, phase: int) -> int:
+        """Returns the whole steps for which a client that is late has time."""
+        if not self.clock.shortens:
+            return 0
+        device, left = self.device(client), (self.clock.deadline_s or 0.0) - self.spent(client, 0, phase)[1]
+        samples = accumulate(self.data.batch_sizes(len(self.data.clients[client]), asked))
+        return sum(device.compute_s(n, *self.contract[phase].passes) <= left for n in samples)
+
+    def metrics(self, before: Mapping[str, float], phases: Sequence[Attendance]) -> dict[str, float]:
+        """Returns the metrics of a round.
+
+        Args:
+            before: The latest value of every metric.
+            phases: Who has answered in each phase.
+        """
+        spent = {"time_s": self.clock.server_s, "compute_s": 0.0, "comm_s": 0.0, "idle_s": 0.0}
+        spent |= {f"uploads_{tenth}": 0.0 for tenth in range(1, 11) if self.uneven}
+        for found in phases:
+            spent["time_s"] += found.seconds or 0.0
+            for k, (compute, comm) in found.times.items():
+                if self.uneven:
+                    spent[f"uploads_{1 + bisect_right(self._tenths, self._place(k))}"] += 1
+                spent["compute_s"] += compute
+                spent["comm_s"] += comm
+                spent["idle_s"] += 0.0 if found.seconds is None else found.seconds - (compute + comm)
+        return {f"clock/{name}": before.get(f"clock/{name}", 0.0) + value for name, value in spent.items()}

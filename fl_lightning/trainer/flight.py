@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fl_lightning.core import NonNegativeInt, State, ensure, fits
-from fl_lightning.trainer.participation.clock import Asynchronous
+from fl_lightning.trainer.experiment import Timing
+from fl_lightning.trainer.participation import Asynchronous
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.timing import Timing
 
 EVENTS = "events.csv"
 """In the run folder: a line for each event."""

@@ -1,7 +1,6 @@
 """The uploads that arrive in a phase: which are accepted, their averages, what their clients keep, what diverges."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from fl_lightning.core import (
     State,
     Upload,
     Uploads,
-    UserError,
     accumulator_dtype,
+    ensure,
     is_finite,
     to_device,
 )
@@ -24,7 +23,7 @@ from fl_lightning.trainer.aggregation.base import Received
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
-from fl_lightning.trainer.state import Norms, norms
+from fl_lightning.trainer.storage.checkpoint import Norms, norms
 
 
 class Arrivals:
@@ -51,12 +50,11 @@ class Arrivals:
         self.shapes = self._upload_shapes()
         for result in results:
             found = {name: list(result.upload[name].shape) for name in self.shapes}
-            if found != self.shapes:  # a shorter one would be repeated in the sum
-                name = next(name for name in found if found[name] != self.shapes[name])
-                raise UserError(
-                    f"model = {type(run.objective).__name__}: client {result.client} uploads {name} of shape "
-                    f"{found[name]}, the first client {self.shapes[name]}; return the same shape for every client"
-                )
+            ensure(
+                found == self.shapes,  # a shorter one would be repeated in the sum
+                f"model = {type(run.objective).__name__}: client {result.client} uploads shapes {found}, the first "
+                f"client {self.shapes}; return the same shapes for every client",
+            )
         names = run.objective.all_logs
         table = torch.zeros(
             2 + len(names), len(cohort.clients), dtype=accumulator_dtype(like.device), device=like.device
@@ -161,20 +159,6 @@ def total_over(
     mine = ((k, value(store.get(k, w, {}, rows.get(k)))) for k in sorted(clients) if store.owns(k))
     zero = torch.zeros_like(value(State.initial(store.inits, store.w0, w)))
     return collectives.sum_of(run.fabric, mine, zero)
-
-
-def surveyed(run: Run, w: Tensor, after: State, rows: Mapping[int, State], ctx: RoundContext) -> State:
-    """Returns the server's state after its survey of all clients ever seen; every process calls.
-
-    Args:
-        run: The run.
-        w: The server's model before its step, ``(d,)``.
-        after: Its state after the step.
-        rows: The clients' states that are newer than what is stored, by id.
-        ctx: The context of the step.
-    """
-    total = partial(total_over, run, w, {*run.clients.seen, *rows}, rows)
-    return run.objective.survey(after, total, ctx)
 
 
 def check_finite(run: Run, server: State, t: int) -> None:

@@ -1,19 +1,16 @@
 """Saves the checkpoints of a run, and restores a run from one."""
 
 import hashlib
-import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from fl_lightning.core import Checked, State, constants, described, ensure, files, load_constants
+from fl_lightning.core import State, as_setting, constants, ensure, files, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.accountant import NoiseKey
@@ -21,8 +18,7 @@ from fl_lightning.trainer.flight import is_flight
 from fl_lightning.trainer.participation.faults import write_failures
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
-from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import RunFolder, check_unused, checkpoint, provenance
+from fl_lightning.trainer.storage import RunFolder, by_key, check_unused, checkpoint, provenance
 
 BLOCK = 1 << 24
 """Numbers that rank 0 receives at once for a checkpoint, or one row."""
@@ -248,51 +244,32 @@ def _apart(*texts: str, length: int = 60) -> list[str]:
     return [f"{'... ' * (start > 0)}{text[start:]:.{length}}" for text in texts]
 
 
-LEFT_OUT = ("accelerator", "strategy", "devices", "num_nodes", "engine", "callbacks", "loggers")
-"""Settings of which the digest has what became of them, and those whose objects change during a run."""
+LEFT_OUT = {
+    "accelerator", "strategy", "devices", "num_nodes", "engine", "callbacks", "loggers", "enable_progress_bar",
+    "default_root_dir",
+}  # fmt: skip
+"""Settings of which the digest has what became of them, whose objects change during a run, or that are of output."""
 
 
 def digest(run: Run, engine: EngineName) -> str:
-    """Returns a digest of settings, algorithm, `Run.sources`, versions and devices.
-
-    What it cannot describe counts by its class.
+    """Returns a digest of settings as they are now, algorithm, `Run.sources`, versions and devices.
 
     Args:
         run: The run.
         engine: Its engine; "auto" says less than the one that was chosen.
     """
-    config = run.settings.config
+    given, data = run.settings.config, run.config["data"]  # arrays are described once in a run
+    now = {name: value for name, value in vars(run.data).items() if name in data.get("init_args", {})}
     parts = [
         engine,
-        _arguments(run.settings),
-        dict(run.objective.hparams) | _arguments(run.objective),
-        _arguments(run.data),
+        {name: v for name, v in as_setting(run.settings)["init_args"].items() if name not in LEFT_OUT},
+        as_setting(run.objective),
+        data,
+        {name: value for name, value in now.items() if isinstance(value, bool | int | float | str)},
+        dict(run.objective.hparams),
         run.sources,
-        config and {**config, "trainer": {**config["trainer"], "engine": None}},
+        given and {**given, "trainer": {**given["trainer"], "engine": None}},
         provenance.versions(),
         [run.fabric.device.type, run.fabric.world_size, torch.get_num_threads()],
     ]
-    return hashlib.sha256(repr(_plain(parts)).encode()).hexdigest()
-
-
-def _arguments(owner: object) -> dict[str, Any]:
-    """Returns the attributes of an object that its constructors' parameters name."""
-    constructors = [vars(kind)["__init__"] for kind in type(owner).__mro__ if "__init__" in vars(kind)]
-    names = {name for init in constructors for name in inspect.signature(init).parameters}
-    found = {name: getattr(owner, name) for name in sorted(names - {*LEFT_OUT}) if hasattr(owner, name)}
-    return {"class": type(owner).__qualname__, **found}
-
-
-def _plain(value: Any, weights: bool = True) -> Any:
-    """Returns a value as nested lists of numbers and text, the same in every process; see `described`."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return sorted(([str(n), _plain(item, n != "net")] for n, item in value.items()), key=lambda pair: pair[0])
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, nn.Module):
-        return described(value, weights)
-    kind = value if isinstance(value, type) else type(value)
-    own = vars(value) if isinstance(value, Checked) or (is_dataclass(value) and value is not kind) else {}
-    return [kind.__module__, kind.__qualname__, _plain({name: v for name, v in own.items() if name[0] != "_"})]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

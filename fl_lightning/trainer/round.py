@@ -13,15 +13,13 @@ import torch
 from fl_lightning.core import DivergenceError, Logs, State, Watched, wait_for
 from fl_lightning.engine import Engine, Job, LocalResult
 from fl_lightning.trainer.cohort import Cohort
-from fl_lightning.trainer.participation import Attendance
-from fl_lightning.trainer.participation.faults import LINES, failure_lines
+from fl_lightning.trainer.participation import LINES, Attendance, failure_lines
 from fl_lightning.trainer.received import (
     Arrivals,
     average,
     check_finite,
     diverged,
     divergences,
-    surveyed,
     total_over,
 )
 from fl_lightning.trainer.run import Run
@@ -316,7 +314,8 @@ class Phase:
         after = rule.phase_end(objective.finish_phase(of.server, self.current, uploads, now), uploads)
         if self.last and objective.surveys:
             rows = {**of.rows, **arrivals.rows()}
-            after = surveyed(self.run, of.server.w, after, rows, now)
+            everyone = {*self.run.clients.seen, *rows}
+            after = objective.survey(after, partial(total_over, self.run, of.server.w, everyone, rows), now)
         check_finite(self.run, after, now.t)
         of.server = objective.finish_round(after, self.run.server, now) if self.last else after
         watched.warn_of_server(numbers=True)

@@ -30,15 +30,12 @@ from fl_lightning.core import (
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import EngineName, LocalResult, dry_step
 from fl_lightning.engine.rounds import Rounds
-from fl_lightning.results.configs import group_id, only_python
-from fl_lightning.results.metrics import is_protected
+from fl_lightning.results import group_id, is_protected, only_python
 from fl_lightning.trainer.evaluation import Split
-from fl_lightning.trainer.experiment import Experiment
+from fl_lightning.trainer.experiment import Experiment, Timing
 from fl_lightning.trainer.loggers import About, RunLogger
 from fl_lightning.trainer.settings import Kind, Settings
-from fl_lightning.trainer.state import RunState, by_key
-from fl_lightning.trainer.storage import ClientStore, RunFolder
-from fl_lightning.trainer.timing import Timing
+from fl_lightning.trainer.storage import ClientStore, RunFolder, RunState, by_key
 
 COUNTERS = {
     "client/diverged", "client/passes", "client/steps", "clock/time_s", "comm/total_bits", "comm/transmissions",

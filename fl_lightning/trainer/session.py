@@ -8,10 +8,8 @@ from pathlib import Path
 from fl_lightning.core import UserError, disk_error, folded
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Run
-from fl_lightning.trainer.runtime import on_rank_zero, undisturbed
-from fl_lightning.trainer.runtime.signals import check_interruption
-from fl_lightning.trainer.state import by_key
-from fl_lightning.trainer.storage import RunFolder, locked, provenance
+from fl_lightning.trainer.runtime import check_interruption, on_rank_zero, undisturbed
+from fl_lightning.trainer.storage import RunFolder, by_key, locked, provenance
 
 
 @contextmanager

@@ -331,6 +331,14 @@ def test_nothing_shared_has_no_shared_curvature(golden: Golden) -> None:
         golden.run(made(golden), max_rounds=2, callbacks=[FlatnessMonitor(2, [LambdaMax(split="test")])])
 
 
+def test_no_more_eigenvalues_than_shared_weights(golden: Golden) -> None:
+    d = sum(p.numel() for name, p in golden.net().named_parameters() if name.endswith("bias"))
+    line = rf"^measure: Spectrum\.k = {d + 1}: the shared part has {d} weights; give at most {d}$"
+    monitor = FlatnessMonitor(1, [Spectrum(k=d + 1)])
+    with pytest.raises(UserError, match=line):
+        golden.run(made(golden, part=Personal(["*.weight"])), max_rounds=1, callbacks=[monitor])
+
+
 def test_graphs_of_many_clients_have_one_budget(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the products are the same to the bit."""
     values = [

@@ -127,6 +127,25 @@ def test_seconds_by_hand(kind: Any, options: Any, passes: Any, numbers: Any, tmp
         assert run.metrics[f"clock/{name}"] == pytest.approx(value, rel=1e-12), name
 
 
+class TwiceLater(LocalObjective):
+    """Trains in two phases, in the second one with two gradients a step."""
+
+    phases = 2
+
+    def local_step(self, w: torch.Tensor, grad: Any, client: Any, received: Any, ctx: Any) -> Any:
+        g = grad(w)
+        return (g + grad(w) if ctx.phase else g), client
+
+
+def test_each_phase_takes_the_time_of_its_own_passes(tmp_path: Path) -> None:
+    """A gradient is one pass forward, and one backward, which takes two: nine in both phases together."""
+    run = train(tmp_path, TwiceLater, Clock(sec_per_sample=0.5, sigma=0), rounds=1)
+    assert run.metrics["clock/compute_s"] == pytest.approx(9 * 0.5 * sum(SIZES), rel=1e-12)
+    late = train(tmp_path, TwiceLater, Clock(sec_per_sample=0.5, sigma=0, deadline_s=24, late="partial"), rounds=1)
+    # a step of four samples takes 6 seconds in the first phase, and 12 in the second one
+    assert late.metrics["clock/compute_s"] == pytest.approx(1.5 * sum(SIZES) + 3 * (8 + 6 + 8), rel=1e-12)
+
+
 def test_training_before_the_round_takes_time_and_no_exchange(tmp_path: Path) -> None:
     """FedRep: the head's epochs of a client come before its epoch of the body."""
     plain, alone = (
@@ -318,7 +337,7 @@ def test_file_or_median(given: Any) -> None:
         (
             {},
             {"over_selection": 1.2},
-            "trainer.clock.over_selection = 1.2: draws 4 clients in a round, but there are only 3; ",
+            "trainer.clients_per_round = 4 (or that of trainer.sampler, or by trainer.clock.over_selection): there",
         ),
     ],
 )

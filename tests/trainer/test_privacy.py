@@ -38,6 +38,7 @@ from fl_lightning import (
     NaiveFedGloSS,
     NormClipping,
     ReplaySampler,
+    Stragglers,
     Trajectory,
     UniformSampler,
     UserError,
@@ -422,6 +423,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         "divides by the number of local steps, .* set trainer.local_steps",
     ),
     (FedCM, {"clock": Clock(sec_per_sample=1.0, deadline_s=9.0, late="partial")}, "let no deadline make it smaller"),
+    (FedCM, {"faults": Faults(stragglers=Stragglers(2.0, late="partial"))}, "let no deadline make it smaller"),
     (
         FedAvg,
         {"sampler": ReplaySampler([[0]] * 5)},
@@ -454,6 +456,13 @@ def test_refused_before_anything_is_written(
     with pytest.raises(UserError, match=message):
         fit(golden, make, **options)
     assert not [*tmp_path.iterdir()]
+
+
+def test_clients_that_are_lost_take_no_fewer_steps(golden: Golden) -> None:
+    """A client counts with all of its steps or not at all, so that the server may divide by their number."""
+    faults = Faults(stragglers=Stragglers(2.0, late="lost"))
+    run, _ = fit(golden, FedCM, faults=faults, max_rounds=2)
+    assert run.rounds_done == 2 and run.state.failures["late"]
 
 
 def test_cohorts_of_another_number_of_clients_are_refused(golden: Golden) -> None:

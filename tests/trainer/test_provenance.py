@@ -135,7 +135,7 @@ def test_no_secrets(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )  # fmt: skip
 def test_an_unreadable_file_is_not_overwritten(text: str, tmp_path: Path) -> None:
     (tmp_path / "provenance.json").write_text(text)
-    with pytest.raises(UserError, match=r"provenance\.json: not as .*; restore it, or remove it to go on without$"):
+    with pytest.raises(UserError, match=r"provenance\.json: not (readable|what a run writes).*; restore or remove it$"):
         written(tmp_path)
     assert (tmp_path / "provenance.json").read_text() == text
 
@@ -147,7 +147,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for place in draw.choices(range(len(whole)), k=200):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
-        with pytest.raises(UserError, match=r"provenance\.json: not as the run has written it"):
+        with pytest.raises(UserError, match=r"provenance\.json: not (readable|what a run writes|as the run has)"):
             written(tmp_path)
     path.write_bytes(whole)
     assert len(written(tmp_path)["starts"]) == 3

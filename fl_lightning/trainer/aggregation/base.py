@@ -91,14 +91,6 @@ class Received:
                 known = self.known.get(name)
                 yield block if known is None else block - known.reshape(-1)[start : start + width].to(dtype)
 
-    def products(self) -> Tensor:
-        """Returns the inner products of the clients' differences, over all names jointly, ``(n, n)``."""
-        return torch.stack([block @ block.T for block in self.blocks()]).sum(0)
-
-    def norms(self) -> Tensor:
-        """Returns the norms of the clients' differences, over all names jointly, ``(n,)``."""
-        return torch.stack([(block * block).sum(1) for block in self.blocks()]).sum(0).sqrt()
-
 
 def check_references(key: str, objective: LocalObjective) -> None:
     """Checks that what is new in each upload of an algorithm is known.
@@ -312,7 +304,7 @@ class NormClipping(WeightedSum):
         return self
 
     def weigh(self, received: Received, weights: Tensor) -> Tensor:
-        norms = received.norms()
+        norms = torch.stack([(block * block).sum(1) for block in received.blocks()]).sum(0).sqrt()
         clip = norms.quantile(0.5) if self.clip is None else torch.full_like(norms[0], self.clip)
         return weights.to(norms) / weights.sum().to(norms) * shortening(norms, clip)
 
@@ -346,7 +338,7 @@ class MultiKrum(WeightedSum):
         )
 
     def weigh(self, received: Received, weights: Tensor) -> Tensor:
-        n, products = len(received.clients), received.products()
+        n, products = len(received.clients), torch.stack([block @ block.T for block in received.blocks()]).sum(0)
         f, squares = self.bad(n, received.refused), products.diagonal()
         distances = (squares[:, None] + squares - 2 * products).clamp(min=0).nan_to_num(nan=math.inf)
         distances.fill_diagonal_(0)  # a client is the first of its neighbours

@@ -1,8 +1,7 @@
 """Flatness of the global and the local models during training."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -161,10 +160,12 @@ def replay(run: Run, callback: Callback) -> None:
     The callback returns to its state before the round, and gets the hooks of the round. The cohort trains once more, to
     the same models; the run stays as it is. If a program has ended with the round, its other rounds are shown before.
     """
-    t, (_, states) = run.rounds_done - 1, run.before
+    t, (before, states) = run.rounds_done - 1, run.before
     if state := states[run.callbacks.index(callback)]:
         callback.load_state_dict(state)
-    with _before_the_round(run):
+    state_after, rows = run.state, run.clients.rollback()
+    run.state = before
+    try:
         if run.kind == "centralized":
             callback.on_round_start(run, run.round_context(t), [])
         else:
@@ -176,18 +177,9 @@ def replay(run: Run, callback: Callback) -> None:
                 if now < t:
                     again.apply()
                     callback.on_round_end(run)
-    callback.on_round_end(run)
-
-
-@contextmanager
-def _before_the_round(run: Run) -> Iterator[None]:
-    """Within it, state and clients' rows are those before the round or program that has just been trained."""
-    state, rows = run.state, run.clients.rollback()
-    run.state = run.before[0]
-    try:
-        yield
     finally:
-        run.apply(state, rows)
+        run.apply(state_after, rows)
+    callback.on_round_end(run)
 
 
 def numbered(measurements: Sequence[Measurement]) -> list[Measurement]:

@@ -137,9 +137,14 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         log_model: Whether the run's checkpoints become an artifact when it ends: ``model-<id>``, with the aliases
             ``last`` and ``best``; null: unless it is private, since they hold the key of its noise.
 
+    Attributes:
+        experiment: The W&B run, from `start` to `finalize`.
+
     Raises:
         UserError: If a mode is given, and wandb is not installed.
     """
+
+    experiment: Any = None
 
     def __init__(
         self,
@@ -163,12 +168,6 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         self.mode = (
             mode or os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_SWEEP_ID") else "offline")
         )
-        self.run: Any = None  # a W&B run
-
-    @property
-    def experiment(self) -> Any:
-        """The W&B run, from `start` to `finalize`."""
-        return self.run
 
     @rank_zero_only
     def start(self, run_dir: Path, state: Mapping[str, Any], round: int, about: About) -> None:
@@ -194,7 +193,7 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
 
         tags = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
         try:
-            self.run = wandb.init(
+            self.experiment = wandb.init(
                 project=self.project,
                 entity=self.entity,
                 group=self.group or os.environ.get("WANDB_RUN_GROUP") or about.group,
@@ -213,18 +212,18 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
                 f"trainer.loggers: WandbLogger.mode = {self.mode}: {folded(error):.120}; "
                 "run `wandb login`, or use mode: offline"
             ) from None
-        self.run.define_metric("round")
-        self.run.define_metric("*", step_metric="round")
+        self.experiment.define_metric("round")
+        self.experiment.define_metric("*", step_metric="round")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"id": self.run.id} if self.run else {}
+        return {"id": self.experiment.id} if self.experiment else {}
 
     # What is logged
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:  # type: ignore[override]
         """Logs the metrics of round ``step``, and what was logged since the last round."""
-        if not self.run:
+        if not self.experiment:
             return
         self._round = step
         row = {"round": step, **self._pending, **metrics}
@@ -233,27 +232,27 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
             if name not in self._defined and is_result(name):  # W&B keeps the best value of it, too
                 self._defined.add(name)
                 summary = f"{mode_of(name, None, self._directions)},last"
-                self.run.define_metric(name, step_metric="round", summary=summary)
+                self.experiment.define_metric(name, step_metric="round", summary=summary)
             self._columns.setdefault(name, Series()).append(step, value)
             if name.startswith("server/test/") and not name.endswith("/loss"):
                 row[f"{name}{SUFFIX}"] = average(values(name, self._columns[name], step, self._about.eval_last))
-        self.run.log(row)
+        self.experiment.log(row)
 
     def log_partition(self, data: FederatedDataModule) -> None:
-        if self.run and self.mode != "disabled":
+        if self.experiment and self.mode != "disabled":
             super().log_partition(data)
             self._flush(0)
 
     def log_clients(self, name: str, values: Sequence[float], round: int) -> None:
         finite = [value for value in values if math.isfinite(value)]
-        if self.run and finite:
+        if self.experiment and finite:
             import wandb
 
             bins = np.histogram(finite, bins=min(len(finite), 32))
             self._pending[f"{name}_clients"] = wandb.Histogram(np_histogram=bins)
 
     def log_figure(self, name: str, picture: Picture, round: int) -> None:
-        if self.run and self.mode != "disabled":
+        if self.experiment and self.mode != "disabled":
             import wandb
 
             self._pending[name] = wandb.Image(pixels(picture))
@@ -261,29 +260,29 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Logs the resolved config."""
-        if self.run:
-            self.run.config.update(params, allow_val_change=True)
+        if self.experiment:
+            self.experiment.config.update(params, allow_val_change=True)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Logs the best values and the artifacts, and closes the W&B run."""
-        if not self.run:
+        if not self.experiment:
             return
         self._flush(self._round)
         if self._training:
             # of the whole run: W&B's own start over when a run is resumed
             for name in filter(is_result, self._columns):
                 mode, pairs = mode_of(name, None, self._directions), self._columns[name]
-                self.run.summary[name] = {mode: best_of(pairs, mode)[1], "last": pairs[-1][1]}
+                self.experiment.summary[name] = {mode: best_of(pairs, mode)[1], "last": pairs[-1][1]}
             if self.mode != "disabled":
                 self._log_artifacts()
-        self.run.finish(exit_code=0 if status == "success" else 1)
-        self.run = None
+        self.experiment.finish(exit_code=0 if status == "success" else 1)
+        self.experiment = None
 
     def _flush(self, round: int) -> None:
         """Logs what is pending in a row of its own."""
         if self._pending:
-            self.run.log({"round": round, **self._pending})
+            self.experiment.log({"round": round, **self._pending})
             self._pending = {}
 
     def _log_artifacts(self) -> None:
@@ -300,13 +299,13 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         """Logs files of the run folder that exist, under second names, as later files take their place."""
         import wandb
 
-        made = wandb.Artifact(f"{kind}-{self.run.id}", kind)
+        made = wandb.Artifact(f"{kind}-{self.experiment.id}", kind)
         for file in filter(Path.exists, files):
             name = file.relative_to(self.dir)
-            kept = _kept(file, Path(self.run.dir).parent / "artifacts" / name)
+            kept = _kept(file, Path(self.experiment.dir).parent / "artifacts" / name)
             made.add_file(str(kept), str(name), policy="immutable", skip_cache=True)
         if made.manifest.entries:
-            self.run.log_artifact(made, aliases=[alias])
+            self.experiment.log_artifact(made, aliases=[alias])
 
 
 def _kept(file: Path, to: Path) -> Path:

@@ -1,11 +1,13 @@
+from .base import DeltaEpsilon as DeltaEpsilon
 from .base import Measure as Measure
 from .base import Measurement as Measurement
 from .base import MeasurementContext as MeasurementContext
 from .base import PseudoGradient as PseudoGradient
-from .base import check_statistics as check_statistics
+from .base import Updates as Updates
 from .base import dry_round as dry_round
 from .clients import ClientEvaluation as ClientEvaluation
 from .curvature import check_measures as check_measures
+from .curvature import check_statistics as check_statistics
 from .sharpness import LPF as LPF
 from .sharpness import AdaptiveSharpness as AdaptiveSharpness
 from .sharpness import CohortLoss as CohortLoss
@@ -18,5 +20,3 @@ from .spectra import HessianTrace as HessianTrace
 from .spectra import LambdaMax as LambdaMax
 from .spectra import SpectralDensity as SpectralDensity
 from .spectra import Spectrum as Spectrum
-from .updates import DeltaEpsilon as DeltaEpsilon
-from .updates import Updates as Updates

@@ -1,17 +1,17 @@
-"""Base class of the measures, the context they get, and the measurements they return."""
+"""Base class of the measures, the context they get, the measurements they return; and the measures without data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import mean
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.base import LocalObjective
-from fl_lightning.core import Checked, State, accumulator_dtype, ensure
+from fl_lightning.core import Checked, Positive, State, accumulator_dtype, require
 from fl_lightning.engine import LocalResult
-from fl_lightning.flatness import Batches, Progress
+from fl_lightning.flatness import Batches, Progress, cosine, delta_epsilon
 from fl_lightning.results.metrics import protocol
 from fl_lightning.trainer.cohort import Cohort
 from fl_lightning.trainer.round import Round
@@ -94,16 +94,6 @@ class MeasurementContext:
         """Returns the context of a run whose next round has not begun."""
         return cls(run, run.global_model, run.server, run.server, cohort)
 
-    @property
-    def before(self) -> Tensor:
-        """The server's model w^t before the round, ``(d,)``."""
-        return self.old.w
-
-    @property
-    def after(self) -> Tensor:
-        """The server's model w^{t+1} after it, the average of the local models, ``(d,)``."""
-        return self.new.w
-
     def train(self, samples: int | None, split: Split = "train") -> tuple[Batches, int, str]:
         """Returns samples of a split.
 
@@ -168,10 +158,9 @@ class PseudoGradient:
         self.run, self._sum, self._weight = run, torch.zeros_like(run.server.w), 0.0
 
     def add(self, result: LocalResult) -> None:
-        """Adds a local result of this process; as in the average, one that is not finite is left out."""
-        if result.finite:
-            weight = 1.0 if self.run.objective.weighting == "uniform" else float(result.ctx.n_k)
-            self._sum, self._weight = self._sum + weight * (result.received.w - result.w), self._weight + weight
+        """Adds a finite local result of this process."""
+        weight = 1.0 if self.run.objective.weighting == "uniform" else float(result.ctx.n_k)
+        self._sum, self._weight = self._sum + weight * (result.received.w - result.w), self._weight + weight
 
     def value(self) -> Tensor | None:
         """Returns Δ̃, ``(d,)``, the same on every process; None if there was no client."""
@@ -207,7 +196,7 @@ class Measure(Checked, key="measure: {}"):
         """Prepares for a measured round, when it begins, from the run's state before it."""
 
     def update(self, run: Run, result: LocalResult) -> None:
-        """Takes a client's local result, on the process that trained the client."""
+        """Takes a client's local result, if it is finite, on the process that trained the client."""
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         """Returns the measurements, the same on every process; every process calls."""
@@ -225,12 +214,6 @@ class Measure(Checked, key="measure: {}"):
 
     def resume(self, run: Run) -> None:
         """Removes rounds after ``run.rounds_done`` from the files of `keep`; rank 0 calls it when a run begins."""
-
-
-def own_models(run: Run) -> dict[int, Tensor]:
-    """Returns the own models of all clients that have trained, ``(d,)`` by id, those of other processes included."""
-    mine = {k: run.objective.client_model(run.global_model, row).cpu() for k, row in run.clients.rows().items()}
-    return {k: w.to(run.server.w) for k, w in collectives.all_gather_dict(run.fabric, mine).items()}
 
 
 def local_loss(run: Run, client: int, w: Tensor, chosen: Tensor | None = None) -> dict[str, Any]:
@@ -258,7 +241,7 @@ def dry_round(
     Args:
         run: The run.
         clients: Ids of the clients; needs memory for as many local models.
-        on_result: Called with each result of the last phase on this process.
+        on_result: Called with each finite result of the last phase on this process.
         perturb: Whether the algorithm may perturb the model that it sends; otherwise it is the server's.
 
     Returns:
@@ -278,7 +261,7 @@ def local_models(run: Run, clients: Sequence[int], on_result: Callable[[LocalRes
     Args:
         run: The run.
         clients: Ids of the clients.
-        on_result: Called with each result of the last phase on this process.
+        on_result: Called with each finite result of the last phase on this process.
         at_once: Clients of a block, which is the cohort of an algorithm with several phases.
     """
     for at in range(0, len(clients), at_once):
@@ -296,17 +279,109 @@ def _next_round(
 ) -> Round:
     last = run.objective.phases - 1
     cohort = Cohort.of(run, clients, run.next_round)
-    return Round(run, cohort, lambda result: on_result(result) if result.ctx.phase == last else None, perturb)
+    return Round(run, cohort, lambda r: on_result(r) if r.finite and r.ctx.phase == last else None, perturb)
 
 
-def check_statistics(objective: LocalObjective) -> None:
-    """Checks that the global model has running statistics, if its net keeps any.
+class Updates(Measure):
+    """Norms, distances and angles of a round's models.
 
-    Raises:
-        UserError: If every client keeps its own.
+    - ``norm_w``: ‖w^{t+1}‖.
+    - ``pseudo_gradient_norm``: ‖Δ̃^t‖, Δ̃^t = w̃^t - Σ_k p_k w_k, with w̃^t the model that was sent; and
+      ``pseudo_gradient_cosine`` with that of the round before, if its local models were seen: a run that ends in an
+      evaluated round before ``max_rounds`` may have trained it in a program.
+    - ``drift``: mean ‖w̃^t - w_k‖, D of FedGF. ``distance`` and ``distance_max``: ‖w^{t+1} - w_k‖, the terms of FedGF's
+      Theorem 2.
+    - ``divergence_previous`` and ``divergence_next``: mean ‖w_k - w^t‖² and ‖w_k - w^{t+1}‖² (FedSMOO, Table 2).
+    - ``step_sharpness``: rho ‖w^t - w^{t+1}‖ (FedGMT, Eq. 5).
+    - Scalars of the server's state, such as ``server_c`` of FedGF.
+
+    Args:
+        rho: Radius of ``step_sharpness``.
     """
-    ensure(
-        objective.net_buffers is None or objective.net_buffers.policy != "local",
-        "model.buffers = local: the global model has no running statistics to measure its flatness with; use "
-        "average or reset, or do not measure it",
-    )
+
+    tracks = True
+    needs_statistics = False
+
+    def __init__(self, rho: Positive = 0.05) -> None:
+        self.rho = rho
+
+    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+        self._models: list[LocalResult] = []
+
+    def update(self, run: Run, result: LocalResult) -> None:
+        self._models.append(result)
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        models, self._models = self._models, []
+        mine = {
+            r.client: [float((r.w - w).norm()) for w in (r.received.w, context.old.w, context.new.w)] for r in models
+        }
+        found = collectives.all_gather_dict(context.run.fabric, mine)
+        values = {"norm_w": float(context.new.w.norm())}
+        if found:
+            received, before, after = zip(*found.values(), strict=True)
+            values |= {
+                "drift": mean(received),
+                "distance": mean(after),
+                "distance_max": max(after),
+                "divergence_previous": mean(d * d for d in before),
+                "divergence_next": mean(d * d for d in after),
+                "step_sharpness": self.rho * float((context.old.w - context.new.w).norm()),
+            }
+        if context.pseudo_gradient is not None:
+            values["pseudo_gradient_norm"] = float(context.pseudo_gradient.norm())
+            if context.previous is not None:
+                values["pseudo_gradient_cosine"] = cosine(context.pseudo_gradient, context.previous)
+        values |= {f"server_{name}": float(v) for name, v in context.new.items() if v.numel() == 1}
+        settings = {"step_sharpness": {"rho": self.rho}}
+        data = f"{len(found)} clients" if found else ""
+        return [
+            Measurement(name=name, value=v, model="models of the round", data=data, settings=settings.get(name, {}))
+            for name, v in values.items()
+        ]
+
+
+class DeltaEpsilon(Measure):
+    """``delta_epsilon``: distance of the last pseudo-gradient from the true one (FedGloSS, Eq. 6), from 0 to 2 rho.
+
+    It trains the cohort once more, from the unperturbed global model. ``delta_epsilon_cosine`` is the cosine of the
+    two. The first round has no last pseudo-gradient.
+
+    Args:
+        rho: The server's radius; null: the algorithm's own ``rho``.
+    """
+
+    local = True
+    tracks = True
+    needs_statistics = False
+
+    def __init__(self, rho: Positive | None = None) -> None:
+        self.rho = rho
+
+    def check(self, run: Run) -> None:
+        require(
+            self.rho is not None or isinstance(getattr(run.objective, "rho", None), (int, float)),
+            "measure: DeltaEpsilon.rho",
+            self.rho,
+            f"{type(run.objective).__name__} has no rho of its own, give one",
+        )
+
+    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+        true = PseudoGradient(run)
+        dry_round(run, cohort, true.add, perturb=False)
+        self._true = true.value()
+
+    def compute(self, context: MeasurementContext) -> list[Measurement]:
+        true, self._true = self._true, None
+        if context.previous is None or true is None:
+            return []
+        rho = float(context.run.objective.rho if self.rho is None else self.rho)  # type: ignore[arg-type]
+        values = {
+            "delta_epsilon": delta_epsilon(context.previous, true, rho),
+            "delta_epsilon_cosine": cosine(context.previous, true),
+        }
+        data = f"{len(context.cohort)} clients"
+        return [
+            Measurement(name=name, value=v, model="pseudo-gradients", data=data, settings={"rho": rho})
+            for name, v in values.items()
+        ]

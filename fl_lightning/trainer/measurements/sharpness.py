@@ -79,8 +79,7 @@ class Discrepancy(LocalMean):
             self._add(run, result)
 
     def _add(self, run: Run, result: LocalResult) -> None:
-        if result.finite:
-            self.add(sharpness(**local_loss(run, result.client, result.w), rho=self.rho, steps=self.steps), result)
+        self.add(sharpness(**local_loss(run, result.client, result.w), rho=self.rho, steps=self.steps), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         batches, n, what = context.train(self.samples)
@@ -331,7 +330,7 @@ class CriticalSharpness(Measure):
             at = context.loss(batches, context.old)
             g = gradient(**at)
             if server:
-                D = (context.before - context.after) / server
+                D = (context.old.w - context.new.w) / server
                 crossing = self._rate("server", at, D, server, float(g @ D))
                 found += self._measured("server", {0: (crossing, server)}, common)
         if moved:

@@ -20,9 +20,8 @@ from fl_lightning.trainer.measurements.base import (
     MeasurementContext,
     local_loss,
     local_models,
-    own_models,
 )
-from fl_lightning.trainer.measurements.curvature import CurvatureMeasure, GlobalCurvature
+from fl_lightning.trainer.measurements.curvature import CurvatureMeasure, GlobalCurvature, own_models
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -58,11 +57,12 @@ class Spectrum(GlobalCurvature):
 
     def check(self, run: Run) -> None:
         super().check(run)
-        spec = self.spec(run)
+        spec, shared = self.spec(run), run.objective.shared
         sizes = dict(zip(spec.names, spec.numels, strict=True))
         groups = [block.parameters for block in self.blocks(run)]
-        d = min(sum(sizes[name] for name in matching(spec.names, group or ["*"])) for group in groups)
-        what = "a layer" if self.by_layer else "the net" if self.parameters is None else "the group"
+        d = min(sum(sizes[name] for name in matching(spec.names, group or shared or ["*"])) for group in groups)
+        whole = "the net" if shared is None else "the shared part"
+        what = "a layer" if self.by_layer else whole if self.parameters is None else "the group"
         require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"{what} has {d} weights; give at most {d}")
 
     def estimate(self, matrix: Matrix, **options: Any) -> flatness.Spectrum:
@@ -264,8 +264,7 @@ class ClientLambdaMax(CurvatureMeasure):
             self._add(run, result)
 
     def _add(self, run: Run, result: LocalResult) -> None:
-        if result.finite:
-            self._at(run, result.client, result.w)
+        self._at(run, result.client, result.w)
 
     def _at(self, run: Run, client: int, w: Tensor) -> None:
         for where, found in self._found.items():

@@ -1,9 +1,12 @@
 from .clock import Asynchronous as Asynchronous
 from .clock import Clock as Clock
 from .clock import Device as Device
+from .faults import LINES as LINES
 from .faults import NO_FAULTS as NO_FAULTS
 from .faults import Attendance as Attendance
 from .faults import Faults as Faults
 from .faults import Stragglers as Stragglers
+from .faults import failure_lines as failure_lines
 from .samplers import CohortSampler as CohortSampler
 from .samplers import UniformSampler as UniformSampler
+from .samplers import draw as draw

@@ -2,11 +2,10 @@
 
 import csv
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, inf, isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
@@ -19,12 +18,11 @@ from fl_lightning.core import (
     Positive,
     PositiveInt,
     UnitInterval,
-    UserError,
     each_once,
     ensure,
     require,
 )
-from fl_lightning.trainer.participation.samplers import CohortSampler, UniformSampler
+from fl_lightning.trainer.participation.samplers import CohortSampler, UniformSampler, read_setting
 
 COLUMNS = ("sec_per_sample", "down_mbps", "up_mbps", "latency_s")
 
@@ -149,23 +147,7 @@ class Clock(Checked, key="trainer.clock"):
         assert isinstance(sampler, UniformSampler)
         wanted = sampler.clients_per_round
         drawn = ceil(round(self.over_selection * wanted, 9))  # 1.1 * 10 is above 11
-        return _Enlarged(drawn, sampler.held_out, self.over_selection), wanted
-
-
-class _Enlarged(UniformSampler):
-    """Draws more clients than count."""
-
-    def __init__(self, drawn: int, held_out: int, factor: float) -> None:
-        super().__init__(drawn, held_out)
-        self.factor = factor
-
-    def check(self, rounds: int, m: int) -> None:
-        left = m - self.held_out
-        ensure(
-            self.clients_per_round <= left,
-            f"trainer.clock.over_selection = {self.factor}: draws {self.clients_per_round} clients in a round, but "
-            f"there are only {left}; lower it, or raise data.num_clients",
-        )
+        return UniformSampler(drawn, sampler.held_out), wanted
 
 
 def read_devices(path: str, key: str) -> list[Device]:
@@ -181,24 +163,7 @@ def read_devices(path: str, key: str) -> list[Device]:
     scale = Path(path).suffix.lower() == ".json"
     form = f"a CSV file with device, {', '.join(COLUMNS)}"
     form = "a JSON file with computation and communication by device" if scale else form
-    ensure(Path(path).is_file() or not Path(path).exists(), f"{key} = {path}: no file; give {form}")
-    try:
-        text = Path(path).read_text()
-        if scale:
-            found: list[Mapping[Any, Any]] = [
-                {"sec_per_sample": float(of["computation"]) / 1e3, "latency_s": 0.0,
-                 **dict.fromkeys(("down_mbps", "up_mbps"), float(of["communication"]) / 1e3)}
-                for of in json.loads(text, object_pairs_hook=each_once).values()
-            ]  # fmt: skip
-        else:
-            found = list(csv.DictReader(text.splitlines(), skipinitialspace=True))
-        if any(None in row for row in found):  # as with a comma in place of a decimal point
-            raise ValueError("a line has more values than there are columns")
-        devices = [Device(*(float(row[name]) for name in COLUMNS)) for row in found]
-    except FileNotFoundError:
-        raise UserError(f"{key} = {path}: no such file; give {form}") from None
-    except (KeyError, ValueError, TypeError, AttributeError, OSError, OverflowError, RecursionError) as error:
-        raise UserError(f"{key} = {path}: not {form} ({type(error).__name__}: {error})") from None
+    devices = read_setting(path, key, form, _of_fedscale if scale else _of_table)
     numbers = all(  # NaN is none, and only a transfer may be infinitely fast
         0 <= of.latency_s < inf and 0 < of.sec_per_sample < inf and of.down_mbps > 0 < of.up_mbps for of in devices
     )
@@ -207,6 +172,19 @@ def read_devices(path: str, key: str) -> list[Device]:
         f"{key} = {path}: speeds are above 0, and times finite; give at least one device, and such numbers",
     )
     return devices
+
+
+def _of_fedscale(text: str) -> list[Device]:
+    found = json.loads(text, object_pairs_hook=each_once).values()
+    speeds = ((float(of["computation"]) / 1e3, float(of["communication"]) / 1e3) for of in found)
+    return [Device(seconds, mbps, mbps, 0.0) for seconds, mbps in speeds]
+
+
+def _of_table(text: str) -> list[Device]:
+    rows = list(csv.DictReader(text.splitlines(), skipinitialspace=True))
+    if any(None in row for row in rows):  # as with a comma in place of a decimal point
+        raise ValueError("a line has more values than there are columns")
+    return [Device(*(float(row[name]) for name in COLUMNS)) for row in rows]
 
 
 class Asynchronous(Checked, key="trainer.asynchronous"):

@@ -2,9 +2,9 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from fl_lightning.core import (
     Checked,
@@ -17,6 +17,8 @@ from fl_lightning.core import (
     numpy_generator,
     require,
 )
+
+T = TypeVar("T")
 
 
 class CohortSampler(Checked, ABC, key="trainer.sampler"):
@@ -83,8 +85,9 @@ class UniformSampler(CohortSampler):
         left = m - self.held_out
         ensure(
             self.clients_per_round <= left,
-            f"trainer.clients_per_round = {self.clients_per_round} (or that of trainer.sampler): there are only {left} "
-            f"clients; take at most {left}, or raise data.num_clients",
+            f"trainer.clients_per_round = {self.clients_per_round} (or that of trainer.sampler, or by "
+            f"trainer.clock.over_selection): there are only {left} clients; take at most {left}, or raise "
+            "data.num_clients",
         )
 
     def __call__(self, t: int, m: int, seed: int) -> list[int]:
@@ -158,23 +161,27 @@ class ReplaySampler(CohortSampler):
 
 
 def read_trace(path: str, key: str) -> list[list[int]]:
-    """Returns lists of clients by round from a JSON file.
+    """Returns lists of clients by round from a JSON file; arguments and errors as for `read_setting`."""
+    return read_setting(path, key, "a JSON list of lists of ids", json.loads, list[list[int]])
+
+
+def read_setting(path: str, key: str, form: str, parse: Callable[[str], T], hint: Any = Any) -> T:
+    """Returns the content of a file that a setting names.
 
     Args:
         path: The file.
-        key: The setting that names it, for the message.
+        key: The setting, for the message.
+        form: What the file holds, in words.
+        parse: Makes the content from the text.
+        hint: The annotation that the content must fit.
 
     Raises:
         UserError: If it is missing or of another format.
     """
-    form = "a JSON list of lists of ids"
-    ensure(Path(path).is_file() or not Path(path).exists(), f"{key} = {path}: no file; give {form}")
+    ensure(Path(path).is_file(), f"{key} = {path}: no such file; give {form}")
     try:
-        rounds: list[list[int]] = json.loads(Path(path).read_text())
-        if not all(type(k) is int for cohort in rounds for k in cohort):
-            raise ValueError("an id is a whole number")
-        return rounds
-    except FileNotFoundError:
-        raise UserError(f"{key} = {path}: no such file; give {form}") from None
-    except (ValueError, TypeError, OSError, RecursionError) as error:
-        raise UserError(f"{key} = {path}: not {form} ({error})") from None
+        found = parse(Path(path).read_text())
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise UserError(f"{key} = {path}: not {form} ({type(error).__name__}: {error})") from None
+    ensure(fits(found, hint), f"{key} = {path}: not {form}")
+    return found

@@ -1,14 +1,16 @@
 """What a run sets in its process and restores, and what the process prints."""
 
 import ctypes
+import fcntl
 import logging
 import os
 import socket
 import struct
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -38,17 +40,14 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
     """
     global _depth
     linux = device.type == "cpu" and sys.platform.startswith("linux")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if linux else None
-    if mallopt is None:
-        yield
-        return
-    _depth += 1
+    mallopt = getattr(ctypes.CDLL(None) if linux else None, "mallopt", lambda *_: None)
+    _depth += linux
     for parameter, value in KEPT.items():
         mallopt(parameter, value)
     try:
         yield
     finally:
-        _depth -= 1
+        _depth -= linux
         if not _depth:
             for parameter, value in DEFAULT.items():
                 mallopt(parameter, value)
@@ -59,36 +58,30 @@ def float32_products(tf32: bool) -> Iterator[None]:
     """Sets whether TF32 may be used in products and convolutions, and restores what was set before.
 
     torch has two interfaces, and reading the older one is an error if a program has used the newer one, the attributes
-    ``fp32_precision``, which torch has from 2.9 on.
+    ``fp32_precision``.
 
     Args:
         tf32: Whether the factors may be rounded to 10 bits of mantissa.
     """
-    older: dict[str, Any] = {}
-    with suppress(RuntimeError):
-        older["matmul"] = torch.get_float32_matmul_precision()
-    with suppress(RuntimeError):
-        older["cudnn"] = torch.backends.cudnn.allow_tf32
-    owners: list[Any] = [
-        torch.backends.cuda.matmul,
-        torch.backends.mkldnn.matmul if hasattr(torch.backends.mkldnn, "matmul") else None,
-        getattr(torch.backends.cudnn, "conv", None),
-        getattr(torch.backends.cudnn, "rnn", None),
-    ]
-    newer = [(owner, owner.fp32_precision) for owner in owners if hasattr(owner, "fp32_precision")]
+    backends: Any = torch.backends
+    owners = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    before: list[tuple[Callable[[Any], object], Any]] = []
+    for put, read in (
+        (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision),
+        (partial(setattr, backends.cudnn, "allow_tf32"), partial(getattr, backends.cudnn, "allow_tf32")),
+    ):
+        with suppress(RuntimeError):
+            before.append((put, read()))
+    before += [(partial(setattr, owner, "fp32_precision"), owner.fp32_precision) for owner in owners]
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
-    for owner, _ in newer[2:]:
+    backends.cudnn.allow_tf32 = tf32
+    for owner in owners[2:]:
         owner.fp32_precision = "tf32" if tf32 else "ieee"
     try:
         yield
     finally:
-        if "matmul" in older:
-            torch.set_float32_matmul_precision(older["matmul"])
-        if "cudnn" in older:
-            torch.backends.cudnn.allow_tf32 = older["cudnn"]
-        for owner, value in newer:
-            owner.fp32_precision = value
+        for write, value in before:
+            write(value)
 
 
 @contextmanager
@@ -157,8 +150,6 @@ def choose_interface(main_address: str) -> None:
 
 def _address(name: str) -> str | None:
     """Returns the IPv4 address of an interface, or None if it has none."""
-    import fcntl  # which Windows lacks
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

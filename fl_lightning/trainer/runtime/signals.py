@@ -57,11 +57,6 @@ class Interruption:
         if self._before:
             _active = None
 
-    @property
-    def handled(self) -> dict[int, Any]:
-        """Its handlers, by signal."""
-        return dict.fromkeys(self._before, self._receive)
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
@@ -84,7 +79,8 @@ def undisturbed() -> Iterator[None]:
 @contextmanager
 def default_actions() -> Iterator[None]:
     """Within it, a signal that an `Interruption` would receive ends the process at once."""
-    mine = {} if _active is None or threading.current_thread() is not threading.main_thread() else _active.handled
+    is_main = threading.current_thread() is threading.main_thread()
+    mine = dict.fromkeys(_active._before, _active._receive) if _active is not None and is_main else {}
     for number in mine:
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -1,20 +1,104 @@
-"""The file of a checkpoint: all that a run needs to continue as if it had never stopped."""
+"""The state of a run, which a round replaces, and its checkpoint: all that a run needs to go on as if never stopped."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Number
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from fl_lightning.core import NonNegativeInt, State, UserError, ensure, files, fits, weights
+from fl_lightning.core import (
+    NonNegativeInt,
+    State,
+    UserError,
+    accumulator_dtype,
+    earlier,
+    ensure,
+    files,
+    fits,
+    weights,
+)
 from fl_lightning.engine import is_name
 from fl_lightning.trainer.aggregation.accountant import BYTES
+from fl_lightning.trainer.participation.faults import Failures, counted
 from fl_lightning.trainer.settings import Kind
-from fl_lightning.trainer.state import RunState
+
+T = TypeVar("T")
+ROUNDS = 5
+"""Rounds whose norms are kept."""
+Norms = Sequence[Mapping[str, Tensor]]
+"""Norms of the server's vectors, after each of the last rounds."""
+
+
+def by_key(objects: Sequence[T]) -> dict[str, T]:
+    """Returns objects by the key of their state: the class, numbered from the second object of the same class on."""
+    names = [type(x).__name__ for x in objects]
+    return {f"{name}.{n}" if n else name: x for name, n, x in zip(names, earlier(names), objects, strict=True)}
+
+
+def norms(server: State) -> dict[str, Tensor]:
+    """Returns the norm of each of the server's vectors ``(d,)``, as scalars on its device: nothing waits for them."""
+    vectors = {name: v for name, v in server.items() if v.shape == server.w.shape}
+    return {name: torch.linalg.vector_norm(v, dtype=accumulator_dtype(v.device)) for name, v in vectors.items()}
+
+
+@dataclass(frozen=True, repr=False)
+class RunState:
+    """The state of a run between two rounds, without the clients' rows.
+
+    A round replaces it as a whole and changes nothing in place. So a reference is a snapshot, and a checkpoint holds
+    these fields under these names.
+
+    Attributes:
+        server: The server's state.
+        round: Number of rounds done.
+        total_bits: Bits sent and uploaded so far.
+        metrics: The latest value of every metric.
+        failures: How often each client was refused, dropped or late, by kind and id.
+        norms: Norms of the server's vectors after each of the last rounds.
+        training: What training without rounds, centralized or asynchronous, needs in addition to continue.
+    """
+
+    server: State
+    round: int = 0
+    total_bits: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failures: Failures = field(default_factory=dict)
+    norms: Norms = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Returns the round, the server's state, and the names of the metrics."""
+        return f"RunState(round {self.round}, server: {self.server}, metrics: {', '.join(self.metrics) or 'none'})"
+
+    def after_round(
+        self,
+        server: State,
+        bits: int = 0,
+        failed: Mapping[str, Sequence[int]] | None = None,
+        training: Mapping[str, Any] | None = None,
+    ) -> "RunState":
+        """Returns the state after one more round.
+
+        Args:
+            server: The server's next state.
+            bits: Bits that went over the wire.
+            failed: Clients that were refused, dropped or late, by kind.
+            training: What centralized training needs in addition to continue.
+        """
+        return RunState(
+            server=server,
+            round=self.round + 1,
+            total_bits=self.total_bits + bits,
+            metrics=self.metrics,
+            failures=counted(self.failures, failed or {}),
+            norms=(*self.norms[1 - ROUNDS :], norms(server)),
+            training=training or {},
+        )
 
 
 def save(path: Path, state: RunState, about: Mapping[str, Any]) -> None:

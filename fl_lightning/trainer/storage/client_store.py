@@ -30,12 +30,16 @@ class ClientStore:
         memory: Rows kept in memory, in GiB, with the Python objects around them; 0 for none.
         rank: The process.
         processes: Number of processes.
+
+    Attributes:
+        shared: Whether other processes keep rows, too.
     """
 
     def __init__(
         self, inits: Mapping[str, Init], w0: Tensor, memory: float = 1.0, rank: int = 0, processes: int = 1
     ) -> None:
         self.inits, self.w0, self.rank, self.processes = dict(inits), w0, rank, processes
+        self.shared = bool(inits) and processes > 1
         self.shapes = {name: tuple(v.shape) for name, v in State.initial(self.inits, w0, w0).items()}
         row = sum(512 + math.prod(shape) * w0.element_size() for shape in self.shapes.values())
         self._room = int(memory * 2**30 / (512 + row))
@@ -57,11 +61,6 @@ class ClientStore:
     def owns(self, client: int) -> bool:
         """Returns whether this process keeps the row of a client between rounds."""
         return owner(client, self.processes) == self.rank
-
-    @property
-    def shared(self) -> bool:
-        """Whether other processes keep rows, too."""
-        return bool(self.inits) and self.processes > 1
 
     @property
     def unsaved(self) -> list[int]:

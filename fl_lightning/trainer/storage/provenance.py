@@ -19,7 +19,16 @@ from zlib import crc32
 import torch
 
 import fl_lightning
-from fl_lightning.core import UserError, fits, hidden_text, hidden_words, json_text, leaves, processor, write_atomically
+from fl_lightning.core import (
+    ensure,
+    hidden_text,
+    hidden_words,
+    json_text,
+    leaves,
+    processor,
+    read_json,
+    write_atomically,
+)
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.histogram import histogram
 from fl_lightning.results.metrics import DIRECTIONS, Mode, mode_of
@@ -55,15 +64,12 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
         UserError: If the file of a resumed run is damaged.
     """
     path = folder / FILE
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _signed([], {})
-        starts, changes = kept["starts"], kept["changes"]
-        if kept != _signed(starts, changes) or not (
-            fits(starts, list[dict[str, Any]]) and fits(changes, dict[str, str])
-        ):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path}: not as the run has written it; restore it, or remove it to go on without") from None
+    kept = read_json(path, {"starts": list[dict[str, Any]], "changes": dict[str, str]}, _signed([], {}))
+    starts, changes = kept["starts"], kept["changes"]
+    ensure(
+        kept == _signed(starts, changes),
+        f"{path}: not as the run has written it; restore it, or remove it to go on without",
+    )
     found = {"working folder": _code(Path.cwd()), "package": package()}
     changes |= {code["changes"]: hidden_text(code["diff"]) for code in found.values() if code and code["changes"]}
     code = {place: code and {key: v for key, v in code.items() if key != "diff"} for place, code in found.items()}

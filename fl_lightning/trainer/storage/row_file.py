@@ -197,12 +197,10 @@ class RowFile:
             len(state["ids"]) == n == len(stamps),
             f"{self.path}: the checkpoint has not one row for each client; {REMEDY}",
         )
-        there = self.path.exists()
-        ensure(there or not n, f"{self.path}: missing, and the checkpoint keeps {n} clients there; {REMEDY}")
         ensure(row_bytes == self.size, f"{self.path}: has rows of {row_bytes} bytes, this run {self.size}; {REMEDY}")
-        size = self.path.stat().st_size if there else 0
+        size = self.path.stat().st_size if self.path.exists() else 0
         need = int(positions.max(initial=-1) + 1) * self.size
-        ensure(size >= need, f"{self.path}: cut short, {size} bytes of at least {need}; {REMEDY}")
+        ensure(size >= need, f"{self.path}: missing or cut short, {size} bytes of at least {need}; {REMEDY}")
         np.asarray(self.stamps)[positions] = stamps
         for run in _runs(np.sort(positions), max(1, files.CHUNK // self.size)):
             self._read(int(run[0]), len(run))

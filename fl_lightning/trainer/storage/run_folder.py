@@ -2,10 +2,10 @@
 
 import csv
 import errno
+import fcntl
 import os
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -207,9 +207,6 @@ def _lines(path: Path, rounds: int) -> Iterator[bytes]:
             yield line
 
 
-if sys.platform != "win32":
-    import fcntl
-
 LOCK = "run.lock"
 """In a run folder: held by the process of the run."""
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -225,7 +222,7 @@ def locked(folder: Path, name: str = LOCK) -> Iterator[None]:
     """Locks a folder by a file in it. The lock ends with the process, however that ends; the file stays.
 
     It works between nodes if the network file system passes locks on (NFS does by default, Lustre if mounted with
-    flock). Where a file system has none, a warning says so; Windows has none.
+    flock). Where a file system has none, a warning says so.
 
     Args:
         folder: The folder.
@@ -235,9 +232,6 @@ def locked(folder: Path, name: str = LOCK) -> Iterator[None]:
         InUse: If another run holds the lock.
         UserError: If the folder cannot be written.
     """
-    if sys.platform == "win32":
-        yield
-        return
     path = folder / name
     with writing(path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -265,7 +259,7 @@ def _lock(fd: int, folder: Path) -> None:
 
 def in_use(folder: Path, name: str = LOCK) -> bool:
     """Returns whether a folder is locked; no file changes. Arguments as for `locked`."""
-    if sys.platform == "win32" or not (folder / name).is_file():
+    if not (folder / name).is_file():
         return False
     with (folder / name).open() as file:
         try:
