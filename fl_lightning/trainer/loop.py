@@ -196,7 +196,7 @@ def choose_engine(runs: Sequence[Run]) -> None:
         with _sample(runs) as jobs:
             if several:
                 engine.check(made, run.engine, jobs)
-            else:
+            elif isinstance(made, engine.SequentialEngine):
                 engine.check_repeatable(run.engine, jobs)
     for each in runs:
         each.engine_name, each.engine = chosen, made

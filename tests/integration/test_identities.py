@@ -407,7 +407,7 @@ def test_fedsmoo_perturbations_have_the_radius(golden: Golden) -> None:
             return direction, new
 
     _, record = golden.run(Watched(net=golden.net(), optimizer=WD, rho=rho))
-    assert seen[2:] == pytest.approx([rho] * (6 * 2 * 3), abs=1e-10)  # after the dry step
+    assert seen[2:] == pytest.approx([rho] * (2 + 6 * 2 * 3), abs=1e-10)  # after the dry step; the first is repeated
     assert [float(norm(s.s)) for s in record.server] == pytest.approx([0] + [rho] * 6, abs=1e-10)
     assert "s_hat" not in record.client[-1][0]
 

@@ -34,7 +34,7 @@ from fl_lightning import (
     algorithms,
 )
 from fl_lightning.core import files
-from fl_lightning.trainer.callbacks import records
+from fl_lightning.trainer.callbacks import checkpoints
 from fl_lightning.trainer.run import Run
 from tests.runs import DIGITS, FORKS, assert_same, killed, last, metrics, newest, run, state
 from tests.soak import Soak
@@ -174,7 +174,7 @@ def test_kill_9(every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A real process, killed with its children between two checkpoints, by rounds or by time."""
     rounds = "--trainer.max_rounds=60"
     saves = [] if every is None else ["--trainer.callbacks+=Checkpoints", f"--trainer.callbacks.every_n_rounds={every}"]
-    monkeypatch.setattr(records, "PAUSE", 0.0)
+    monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
     broken = killed("fit", "--model=SCAFFOLD", *DIGITS, rounds, *saves, root=tmp_path / "broken")
     done = last(broken)["round"]
     assert done % (every or 1) == 0 and 0 < done < 60

@@ -18,7 +18,7 @@ from fl_lightning import Callback, Checkpoints, Digits, DigitsMLP, FedAvg, Feder
 from fl_lightning.core import DivergenceError, State
 from fl_lightning.engine.recorded_rounds import RecordedRounds
 from fl_lightning.trainer import program, resume
-from fl_lightning.trainer.callbacks import records
+from fl_lightning.trainer.callbacks import checkpoints
 from fl_lightning.trainer.measurements import Discrepancy, LambdaMax
 from fl_lightning.trainer.participation.samplers import CohortSampler
 from fl_lightning.trainer.resume import save
@@ -488,7 +488,7 @@ def test_checkpoints_by_time_fall_between_programs(tmp_path: Path, monkeypatch: 
     runs = []
     for pause in (0.0, math.inf):
         saved: list[int] = []
-        monkeypatch.setattr(records, "pause", lambda seconds, pause=pause: pause)
+        monkeypatch.setattr(checkpoints, "pause", lambda seconds, pause=pause: pause)
         monkeypatch.setattr(
             resume, "save", lambda run, path, saved=saved: saved.append(run.rounds_done) or save(run, path)
         )
