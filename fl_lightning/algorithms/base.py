@@ -116,7 +116,6 @@ class LocalObjective(Composed, SupervisedModule):
         lazy = any(isinstance(p, UninitializedParameter) for p in net.parameters())
         ensure(not lazy, f"model.net = {type(net).__name__} has lazy layers; give their numbers of inputs")
         self.flat = FlatSpec(net)
-        self.optimizer.check(self.flat)
         for part in parts or ():
             name, slot = type(part).__name__, part.config_key
             ensure(slot == Part.config_key, f"{Part.config_key} = {name}: not in this list; set {slot} to it")
