@@ -12,13 +12,11 @@ from fl_lightning.core import State
 from fl_lightning.engine.contract import contract_of
 
 WIRE = "Each name on the wire is one model (d numbers) per participating client and phase, unless it says otherwise."
-TOGETHER = {
-    "AFedPDSAM": "afedpd", "FedAdagrad": "fedavg", "FedAdam": "fedavg", "FedASAM": "fedsam", "FedAvgM": "fedavg",
-    "FedGAMMA": "scaffold", "FedGMTv2": "fedgmt", "FedLESAMD": "fedlesam", "FedLESAMS": "fedlesam",
-    "FedMoSWA": "fedswa", "FedScar4": "fedscar", "FedScarl": "fedscar", "FedYogi": "fedavg", "LocalMuon": "fedmuon",
-    "MoFedSAM": "fedcm", "NaiveFedGloSS": "fedgloss",
+PAGES = {
+    "AFedPD": "afedpd", "AFedPDSAM": "afedpd", "FedAdamW": "fedadamw", "FedLESAM": "fedlesam", "FedLESAMD": "fedlesam",
+    "FedLESAMS": "fedlesam", "FedNSAM": "fednsam", "STildeAM": "stildeam",
 }  # fmt: skip
-"""Pages of algorithms that stand on that of another one."""
+"""Pages of algorithms that stand in the module of another page."""
 HEADS = (
     "algorithm", "paper", "client keeps", "server keeps", "down", "up", "phases", "forward/backward a step",
     "mean of models",
@@ -30,7 +28,7 @@ class Entry(NamedTuple):
 
     Attributes:
         name: Class name.
-        page: Its page in docs/algorithms, named after its class, or by `TOGETHER`.
+        page: Its page in docs/algorithms, named after its module, or by `PAGES`.
         cells: Its cells of the table after the name, in the order of `HEADS`.
         models: Numbers of vectors of the size of a model that a client receives and uploads in a phase.
         scalars: How many single numbers it receives and uploads.
@@ -60,9 +58,8 @@ class Entry(NamedTuple):
         whole = it.flat.d, matrices
         down, up = ([values[name].numel() for name in names] for values, names in groups[2:])
         models = sum(n in whole for n in down), sum(n in whole for n in up)
-        name = algorithm.__name__
-        page = TOGETHER.get(name, name.lower()) + ".md"
-        return cls(name, page, cells, models, (down + up).count(1), of.passes)
+        name, module = algorithm.__name__, algorithm.__module__.rpartition(".")[2]
+        return cls(name, PAGES.get(name, module) + ".md", cells, models, (down + up).count(1), of.passes)
 
 
 def sizes(values: Mapping[str, Tensor], names: Iterable[str], remarks: Mapping[int, str]) -> str:

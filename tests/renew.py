@@ -43,10 +43,14 @@ def between(start: str, end: str, content: Callable[[], str]) -> Renewal:
     return lambda text: block.sub(lambda _: content(), text)
 
 
+def modules() -> list[str]:
+    """The modules of the algorithms."""
+    return sorted({getattr(algorithms, name).__module__.rpartition(".")[2] for name in algorithms.__all__})
+
+
 def references() -> str:
     """The entries of the reference for the algorithms."""
-    modules = sorted({getattr(algorithms, name).__module__ for name in algorithms.__all__})
-    return "\n" + "".join(f"::: {name}\n" for name in modules) + "\n"
+    return "\n" + "".join(f"::: fl_lightning.algorithms.{name}\n" for name in modules()) + "\n"
 
 
 def without_rounds() -> str:
@@ -64,7 +68,7 @@ def navigation(text: str) -> str:
     """The site's navigation; a page that it lacks goes after the last one of an algorithm."""
     entry = re.compile(r"^ +- .*: algorithms/(\w+)\.md\n", re.MULTILINE)
     ends = {match[1]: match.end() for match in entry.finditer(text)}
-    last = max(ends[page] for page in {entry.page.removesuffix(".md") for entry in catalogue.entries()} & {*ends})
+    last = max(end for name, end in ends.items() if name in modules())
     new = [page for page in sorted(PAGES.glob("*.md")) if page.stem not in ends]
     titles = [page.read_text().splitlines()[0].removeprefix("# ") for page in new]
     lines = [f"      - {title}: algorithms/{page.name}\n" for title, page in zip(titles, new, strict=True)]
@@ -112,7 +116,7 @@ def code_beside_boxes(text: str) -> str:
     """A page with the package's lines beside the papers' boxes, between its comments.
 
     A page names what it shows, relative to ``fl_lightning``, in a comment, such as
-    ``code: algorithms.feddyn.FedSMOO.local_step``. Annotations of types and docstrings are left out, since the box
+    ``code: algorithms.fedsmoo.FedSMOO.local_step``. Annotations of types and docstrings are left out, since the box
     beside says what they say; the rest is the source.
     """
     return CODE_BESIDE_BOX.sub(lambda match: match[1] + fences(match[2].split()) + match[3], text)

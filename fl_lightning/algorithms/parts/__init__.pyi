@@ -2,7 +2,6 @@ from .adaptive import AdamW as AdamW
 from .adaptive import Lion as Lion
 from .adaptive import Muon as Muon
 from .adaptive import TorchOptimizer as TorchOptimizer
-from .ascent import ASAM as ASAM
 from .ascent import LESAM as LESAM
 from .ascent import SAM as SAM
 from .ascent import Ascent as Ascent
