@@ -55,7 +55,6 @@ from .algorithms.parts.ascent import SAM as SAM
 from .algorithms.parts.ascent import Ascent as Ascent
 from .algorithms.parts.base import Part as Part
 from .algorithms.parts.compress import Compress as Compress
-from .algorithms.parts.flexlora import FlexLoRA as FlexLoRA
 from .algorithms.parts.local_optimizer import SGD as SGD
 from .algorithms.parts.local_optimizer import Cosine as Cosine
 from .algorithms.parts.local_optimizer import Cyclic as Cyclic
@@ -67,6 +66,7 @@ from .algorithms.parts.personal import Personal as Personal
 from .algorithms.parts.server import EMA as EMA
 from .algorithms.parts.server import SWA as SWA
 from .algorithms.parts.server import Averaging as Averaging
+from .algorithms.parts.server import FlexLoRA as FlexLoRA
 from .algorithms.parts.server import LastTwo as LastTwo
 from .algorithms.parts.server import ServerAdagrad as ServerAdagrad
 from .algorithms.parts.server import ServerAdam as ServerAdam

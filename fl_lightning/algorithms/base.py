@@ -115,17 +115,7 @@ class LocalObjective(Composed, SupervisedModule):
         self.net_buffers = Buffers(net, buffers) if named and buffers is not None else None
         lazy = any(isinstance(p, UninitializedParameter) for p in net.parameters())
         ensure(not lazy, f"model.net = {type(net).__name__} has lazy layers; give their numbers of inputs")
-        try:
-            net.get_submodule("")
-        except RuntimeError:
-            remedy = "of torch.jit.script, which tells nothing of its layers; give the module itself"
-            raise UserError(f"model.net = {type(net).__name__} {remedy}") from None
-        ensure(
-            any(p.requires_grad for p in net.parameters()),
-            f"model.net = {type(net).__name__} has no parameter to train; set requires_grad of some",
-        )
         self.flat = FlatSpec(net)
-        self.optimizer.check(self.flat)
         for part in parts or ():
             name, slot = type(part).__name__, part.config_key
             ensure(slot == Part.config_key, f"{Part.config_key} = {name}: not in this list; set {slot} to it")
@@ -319,7 +309,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
         self.context, self.accumulated = context, accumulated
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]  # without one there is no gradient
         """Takes one local step.
 
         Args:
@@ -329,13 +319,9 @@ class CentralizedOptimizer(torch.optim.Optimizer):
             The closure's first value.
 
         Raises:
-            UserError: If there is no closure, or if gradients are accumulated but the step needs one elsewhere than at
-                the weights: those of earlier batches were taken at the weights.
+            UserError: If gradients are accumulated but the step needs one elsewhere than at the weights: those of
+                earlier batches were taken at the weights.
         """
-        if closure is None:
-            raise UserError(
-                f"{type(self).__name__}.step needs a closure, as Lightning's automatic optimization passes it"
-            )
         net, flat, hooks = self.net, self.flat, self.hooks
         params: list[nn.Parameter] = self.param_groups[0]["params"]
         w, batches = flat.vector(net), self.accumulated()

@@ -230,11 +230,9 @@ def _takes(given: Signature, wanted: Signature) -> bool:
         [p.name for p in named if p.kind is Parameter.KEYWORD_ONLY],
         [p.name for p in named if p.kind is Parameter.KEYWORD_ONLY or p.default is not Parameter.empty],
     ):
-        try:
+        with suppress(TypeError):
             given.bind(*(p for p in named if p.name not in by_name), **dict.fromkeys(by_name))
             return True
-        except TypeError:
-            pass
     return False
 
 

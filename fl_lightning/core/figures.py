@@ -186,9 +186,9 @@ def drawing() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of overflow, before it gives up
             yield
+    except UserError:
+        raise
     except (ValueError, OverflowError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"figure: cannot be drawn ({error}); leave out the runs with numbers such as 1e308") from error
 
 

@@ -103,13 +103,12 @@ class FlatSpec:
         d: Number of weights.
 
     Raises:
-        ValueError: If the module has no trainable parameter.
+        UserError: If the module has no trainable parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError(f"{type(module).__name__} has no trainable parameter")
+        ensure(bool(named), f"model.net = {type(module).__name__} has no parameter to train; set requires_grad of some")
         self.names, self.shapes = [name for name, _ in named], [p.shape for _, p in named]
         first, every = {id(p): name for name, p in named}, module.named_parameters(remove_duplicate=False)
         self.tied = {name: first[id(p)] for name, p in every if id(p) in first}

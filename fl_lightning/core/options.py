@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Real
@@ -90,7 +89,6 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
         kinds = {parameter.kind for parameter in parameters.values()}
         for name in () if inspect.Parameter.VAR_KEYWORD in kinds else {*kwargs} - {*parameters}:
             refuse_setting(key, name, kwargs[name], type(args[0]) if function.__name__ == "__init__" else function)
-        _refuse_second(error, key, kwargs)
         names = ", ".join([*parameters][1:])
         raise UserError(f"{function.__qualname__}({names}): {error}; give each argument once, by its name") from None
     check_values(key, given, hints)
@@ -181,14 +179,6 @@ def refuse_setting(key: str, name: str, value: Any, of: Callable[..., Any]) -> N
     require(False, f"{key}.{name}".lstrip("."), _shown(value), f"no such {'setting' if key else 'argument'}; {hint}")
 
 
-def _refuse_second(error: TypeError, key: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuses the named argument of which Python says that it has a value already."""
-    found = re.search(r"multiple values for (?:keyword )?argument '(\w+)'", str(error))
-    if found and (name := found[1]) in kwargs:
-        remedy = "it has a value already, by its position or from the class; leave it out"
-        require(False, f"{key}.{name}".lstrip("."), _shown(kwargs[name]), remedy)
-
-
 def _annotate(cls: type) -> None:
     """Gives a constructor's parameter without annotation that of a base class, where it is a class: so net is a net.
 
@@ -221,9 +211,6 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
             init(self, *args, **kwargs)
         except AttributeError as error:
             ensure("before Module.__init__" not in str(error), incomplete)
-            raise
-        except TypeError as error:
-            _refuse_second(error, key, kwargs)
             raise
         if type(self).__init__ is checked_init:
             check_overrides(type(self))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -146,33 +146,22 @@ class Draws:
         return (torch.stack(drawn) if self.together else drawn[0]).to(self.device)
 
 
+@dataclass(eq=False)
 class Logs:
     """Numbers that hooks log.
 
-    Args:
-        names: Their names.
-
     Attributes:
+        names: Their names.
         values: Those logged so far.
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self.names, self.values = tuple(names), dict[str, Tensor]()
+    names: tuple[str, ...] = ()
+    values: dict[str, Tensor] = field(default_factory=dict)
 
     def row(self, name: str, n: int, like: Tensor) -> Tensor:
         """Returns a number of each of ``n`` clients, ``(n,)``, of the dtype of ``like``; NaN: it was not logged."""
         value = self.values.get(name)
         return like.new_full((n,), math.nan) if value is None else value.reshape(-1)[:n].to(like).expand(n)
-
-    def by_client(self, n: int, like: Tensor) -> "list[Logs]":
-        """Returns the numbers of each of ``n`` clients."""
-        columns, each = (
-            {name: self.row(name, n, like).unbind() for name in self.values},
-            [Logs(self.names) for _ in range(n)],
-        )
-        for i, logs in enumerate(each):
-            logs.values.update({name: column[i] for name, column in columns.items()})
-        return each
 
     @staticmethod
     def means(names: Iterable[str], rows: Sequence[Tensor], server: Sequence[float]) -> dict[str, float]:

@@ -20,9 +20,9 @@ COMPARED = 1000
 """Entries of a list or mapping that are compared, the first ones."""
 CONTAINERS = (list, set, deque, dict)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-CHANGEABLE = (*CONTAINERS, *GENERATORS, Tensor)
-"""What can change in place."""
-NO_CACHES = (list, deque, *GENERATORS, Tensor)
+CHANGEABLE = (*CONTAINERS, tuple, *GENERATORS, Tensor)
+"""What can change in place, a tuple by what it holds."""
+NO_CACHES = (list, deque, tuple, *GENERATORS, Tensor)
 """What is no cache, even if it is private."""
 
 
@@ -110,7 +110,7 @@ def contents_kept(owners: Collection[object]) -> Iterator[None]:
 
 
 def _apart(value: Any, copies: dict[int, Any]) -> Any:
-    """Returns a copy of a list, set, mapping or generator with copies of those in it, each made once; others as is."""
+    """Returns a copy of a list, set, mapping, tuple or generator with copies of those in it, each made once."""
     if id(value) in copies:
         return copies[id(value)]
     is_generator, is_container = isinstance(value, GENERATORS), isinstance(value, CONTAINERS)
@@ -121,6 +121,8 @@ def _apart(value: Any, copies: dict[int, Any]) -> Any:
     elif isinstance(value, list | deque):
         for i, entry in enumerate(value):
             it[i] = _apart(entry, copies)
+    elif type(value) is tuple:
+        it = copies[id(value)] = tuple(_apart(entry, copies) for entry in value)
     return it
 
 
@@ -200,7 +202,7 @@ def _held(value: Any, inside: bool = True) -> list[Any]:
             return [value, pickle.dumps(value)]
         case Tensor():
             return [value, None if value.is_inference() else value._version]
-        case list() | set() | deque():
+        case list() | set() | deque() | tuple():
             return [value, len(value), *(_held(entry, False) for entry in islice(value if inside else (), COMPARED))]
         case dict() if inside:
             return [value, {key: _held(entry, False) for key, entry in islice(value.items(), COMPARED)}]

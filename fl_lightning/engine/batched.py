@@ -127,11 +127,11 @@ class BatchedEngine(Engine):
             by_client(state, n),
             loss,
             finite[:n],
-            logs.by_client(n, loss),
+            by_client({name: logs.row(name, n, loss) for name in logs.values}, n),
             strict=True,
         )
         return [
-            LocalResult(job.client, job.received, w, up, State(row), x, job.ctx, ok, logs=own)
+            LocalResult(job.client, job.received, w, up, State(row), x, job.ctx, ok, logs=Logs(logs.names, own))
             for job, w, up, row, x, ok, own in each
         ]
 

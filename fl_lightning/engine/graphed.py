@@ -91,7 +91,7 @@ class GraphedEngine(BatchedEngine):
             UserError: If they differ.
         """
         ensure(
-            alike(one.text, other.text),
+            alike(one, other),
             f"trainer.engine = graphed: a hook of {type(self.objective).__name__}, its net or its loss reads something "
             f"that has changed since its step was recorded in round {one.numbers.t + 1}; keep it as a number or a "
             "tensor on the objective itself, or use batched or sequential",

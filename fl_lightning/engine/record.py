@@ -233,36 +233,13 @@ def form(value: Tensor) -> dict[str, Any]:
     return {"val": like, "device": value.device}
 
 
-def trace(
-    function: Callable[[Tensors, ClientContext], Iterable[Tensor]], named: Tensors, ctx: ClientContext
-) -> tuple[Numbers, GraphModule]:
-    """Returns the operations of a function of named tensors; ``ctx.<attribute>`` are inputs as well.
-
-    Args:
-        function: A function of the tensors, and of the context that contains them, to tensors.
-        named: The tensors; ``t`` are the numbers that `Numbers` has as inputs.
-        ctx: The context.
-    """
-    numbers, cached = Numbers(ctx.t, named["t"]), torch.is_autocast_cache_enabled()
-    columns = {name.removeprefix("ctx."): v for name, v in named.items() if name.startswith("ctx.")}
-    now = replace(ctx, t=RecordedRound(numbers), **columns)  # type: ignore[arg-type]
-    recording = Recording(named)
-    torch.set_autocast_cache_enabled(False)  # what it has cast before is no input
-    try:
-        with recording, Looks(recording):
-            outputs = [*function(named, now)]
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-    return numbers, recording.recorded(outputs)
-
-
 class Stage(NamedTuple):
     """A part of a program: a record, whose inputs and outputs have names.
 
     Attributes:
         numbers: What it takes from the round, its input ``t``.
         graph: The record.
-        text: What `described` returns of it as it was recorded.
+        text: Its text as it was recorded, and the objects that it names.
         inputs: Names of its inputs.
         outputs: Names of its outputs.
     """
@@ -275,16 +252,26 @@ class Stage(NamedTuple):
 
 
 def stage(function: Callable[[Tensors, ClientContext], Tensors], named: Tensors, ctx: ClientContext) -> Stage:
-    """Records a function of named tensors to named tensors; see `trace`."""
-    outputs: list[str] = []
+    """Records a function of named tensors to named tensors; ``ctx.<attribute>`` are inputs as well.
 
-    def values(inputs: Tensors, ctx: ClientContext) -> list[Tensor]:
-        found = function(inputs, ctx)
-        outputs[:] = found
-        return [*found.values()]
-
-    numbers, graph = trace(values, named, ctx)
-    return Stage(numbers, graph, described(graph), [*named], outputs)
+    Args:
+        function: A function of the tensors, and of the context that contains them.
+        named: The tensors; ``t`` are the numbers that `Numbers` has as inputs.
+        ctx: The context.
+    """
+    numbers, cached = Numbers(ctx.t, named["t"]), torch.is_autocast_cache_enabled()
+    columns = {name.removeprefix("ctx."): v for name, v in named.items() if name.startswith("ctx.")}
+    now = replace(ctx, t=RecordedRound(numbers), **columns)  # type: ignore[arg-type]
+    recording = Recording(named)
+    torch.set_autocast_cache_enabled(False)  # what it has cast before is no input
+    try:
+        with recording, Looks(recording):
+            outputs = function(named, now)
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+    graph = recording.recorded(outputs.values())
+    held = [attrgetter(node.target)(graph) for node in graph.graph.find_nodes(op="get_attr")]
+    return Stage(numbers, graph, (graph.code, held), [*named], [*outputs])
 
 
 def composed(stages: Sequence[tuple[str, Stage]], inputs: Sequence[str], outputs: Sequence[str]) -> GraphModule:
@@ -323,13 +310,9 @@ def composed(stages: Sequence[tuple[str, Stage]], inputs: Sequence[str], outputs
     return GraphModule(root, program)
 
 
-def described(graph: GraphModule) -> tuple[str, list[Any]]:
-    """Returns the text of a graph, and the objects that it names."""
-    return graph.code, [attrgetter(node.target)(graph) for node in graph.graph.nodes if node.op == "get_attr"]
-
-
-def alike(one: tuple[str, list[Any]], other: tuple[str, list[Any]]) -> bool:
-    """Returns whether two graphs are the same, given what `described` returns of them."""
-    return one[0] == other[0] and all(
-        a is b or not isinstance(a, Tensor) or torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True)
+def alike(one: Stage, other: Stage) -> bool:
+    """Returns whether two stages were recorded with the same operations and objects."""
+    (code, held), (other_code, others) = one.text, other.text
+    return code == other_code and all(
+        a is b or not isinstance(a, Tensor) or torch.equal(a, b) for a, b in zip(held, others, strict=True)
     )

@@ -207,7 +207,7 @@ class RecordedRounds(Rounds):
     def _changed(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> list[tuple[Stage, Stage]]:
         """Returns the stages around the steps that are not what they are now, and these."""
         pairs = ((record.stages[name], now) for name, now in self._around(named, ctx)[0].items())
-        return [(one, now) for one, now in pairs if not alike(one.text, now.text)]
+        return [(one, now) for one, now in pairs if not alike(one, now)]
 
     def _refuse(self) -> list[RoundRecord]:
         """Trains all rounds to come as in `Rounds`."""

@@ -297,7 +297,7 @@ class Rounds:
         upload, state, logged = (below(group, results) for group in ("upload", "state", "log"))
         if there is not None:
             upload, state = ({k: torch.where(there, v, 0) for k, v in group.items()} for group in (upload, state))
-        logs = Logs([*logged])
+        logs = Logs((*logged,))
         now = replace(_of_server(ctx), logs=logs)
         after = objective.finish_phase(server, sent, average(upload), now)
         after = objective.finish_round(after, server, now)

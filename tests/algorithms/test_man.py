@@ -72,6 +72,15 @@ def test_every_activation_counts_as_often_as_it_is_called() -> None:
     close(twice.mean(), found.mean())
 
 
+@pytest.mark.parametrize(
+    "act", [nn.ReLU6, nn.PReLU, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish]
+)
+def test_modules_of_activations_count(act: type[nn.Module]) -> None:
+    """``nn.ReLU6``, as in MobileNetV2, calls another function than ``functional.relu6``."""
+    net, x = nn.Sequential(nn.Linear(3, 4), act(), nn.Linear(4, 2)), torch.randn(5, 3)
+    close(term(net, x), net[:2](x).square().mean(1))
+
+
 def test_an_activation_after_pooling_counts_as_before() -> None:
     """The two commute, and the published nets have the other order."""
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from itertools import count
@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fl_lightning import FedAvg, algorithms
 from fl_lightning.core import ClientContext, FlatSpec, State, UserError
-from fl_lightning.engine import record
-from fl_lightning.engine.record import Numbers, RecordedRound, Recording, Tensors
+from fl_lightning.engine import graphed, recorded_rounds
+from fl_lightning.engine.record import Numbers, RecordedRound, Recording, Stage, Tensors, stage
 from fl_lightning.engine.simplify import simplified
 from tests.engine.test_engines import Small, train
 from tests.engine.test_simplify import recorded
@@ -41,13 +41,12 @@ def operations(graph: GraphModule) -> list[str]:
     return [*map(written, inner), *(names[node] for node in graph.graph.output_node().args[0])]
 
 
-def by_torch(
-    function: Callable[[Tensors, ClientContext], Iterable[Tensor]], named: Tensors, ctx: ClientContext
-) -> GraphModule:
+def by_torch(function: Callable[[Tensors, ClientContext], Tensors], named: Tensors, ctx: ClientContext) -> GraphModule:
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = dict(zip(named, tensors, strict=True))
         columns: Any = {name.removeprefix("ctx."): v for name, v in inputs.items() if name.startswith("ctx.")}
-        return tuple(function(inputs, replace(ctx, t=RecordedRound(Numbers(ctx.t, inputs["t"])), **columns)))
+        now = replace(ctx, t=RecordedRound(Numbers(ctx.t, inputs["t"])), **columns)
+        return tuple(function(inputs, now).values())
 
     return make_fx(flat)(*named.values())
 
@@ -58,15 +57,15 @@ def test_every_step_and_round_is_recorded_as_torch_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[str]()
-    ours = record.trace
 
-    def both(function: Any, named: Tensors, ctx: ClientContext) -> tuple[Numbers, GraphModule]:
-        numbers, graph = ours(function, named, ctx)
-        seen.extend(found := operations(simplified(deepcopy(graph), constants=False)))
+    def both(function: Any, named: Tensors, ctx: ClientContext) -> Stage:
+        ours = stage(function, named, ctx)
+        seen.extend(found := operations(simplified(deepcopy(ours.graph), constants=False)))
         assert found == operations(simplified(by_torch(function, named, ctx), constants=False))
-        return numbers, graph
+        return ours
 
-    monkeypatch.setattr(record, "trace", both)
+    monkeypatch.setattr(graphed, "stage", both)
+    monkeypatch.setattr(recorded_rounds, "stage", both)
     objective = getattr(algorithms, name)(net=Small(), optimizer=optimizer_for(name, 0.05, momentum=0.9))
     train(tmp_path, objective, "graphed", max_rounds=4)
     assert len(seen) > 20

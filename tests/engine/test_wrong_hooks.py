@@ -645,6 +645,27 @@ def test_what_the_server_s_parts_keep_is_a_warning(name: str, tmp_path: Path) ->
         train(tmp_path, FedAvg(net=Small(), server_update=HeavyBall("nowhere")), name, max_rounds=3)
 
 
+class InTuple(ServerUpdate):
+    """Keeps a list and a tensor in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = (list[int](), torch.zeros(1))
+
+    def __call__(self, server: State, delta: Tensor, ctx: Any) -> State:
+        self.kept[0].append(ctx.t)
+        self.kept[1].add_(1)
+        return super().__call__(server, delta, ctx)
+
+
+@pytest.mark.parametrize("name", ["sequential", "graphed"])
+def test_what_a_tuple_holds_is_told_and_put_back_after_the_dry_step(name: str, tmp_path: Path) -> None:
+    update = InTuple()
+    with pytest.warns(UserWarning, match=r"InTuple sets self\.kept in the server's step: a resumed run lacks it"):
+        train(tmp_path, FedAvg(net=Small(), server_update=update), name, max_rounds=2)
+    assert update.kept == ([0, 1], torch.full((1,), 2.0))
+
+
 class RunningMean(Aggregation):
     def __init__(self) -> None:
         self.old: dict[int, Tensor] = {}

@@ -37,6 +37,7 @@ from fl_lightning.algorithms.base import CentralizedOptimizer
 from fl_lightning.algorithms.parts.adaptive import orthogonalized
 from fl_lightning.algorithms.parts.local_optimizer import Cosine
 from fl_lightning.core import ClientContext, FlatSpec, State, Uploads, generator
+from fl_lightning.engine import contract_of
 from fl_lightning.trainer.run import Run
 from tests.engine.test_engines import Small, assert_close, train
 from tests.problem import Golden, optimizer_for
@@ -392,7 +393,10 @@ def make(optimizer: Any = None, engine: Any = "sequential", **options: Any) -> R
         (lambda: TorchOptimizer(options={"lr": 1}), r"^model\.optimizer\.options\.lr = 1: give it as lr"),
         (lambda: TorchOptimizer("LBFGS"), r"^model\.optimizer = LBFGS: .*closure"),
         (lambda: TorchOptimizer("SparseAdam"), r"^model\.optimizer = SparseAdam: .*dense"),
-        (lambda: FedAvg(DigitsMLP(4), optimizer=TorchOptimizer("Muon")), r"^model\.optimizer = Muon: .*2D"),
+        (
+            lambda: contract_of(FedAvg(DigitsMLP(4), optimizer=TorchOptimizer("Muon"))),
+            r"^model\.optimizer = Muon: .*2D",
+        ),
         (lambda: TorchOptimizer(lr=-1), r"^model\.optimizer\.lr = -1: give a finite number above 0$"),
         (lambda: make(TorchOptimizer(), "batched"), r"^trainer\.engine = batched: model\.optimizer = TorchOptimizer"),
         (lambda: make(TorchOptimizer(), "graphed"), r"^trainer\.engine = graphed: model\.optimizer = TorchOptimizer"),

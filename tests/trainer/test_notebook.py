@@ -25,8 +25,6 @@ from fl_lightning import (
     Dirichlet,
     FedAvg,
     FederatedTrainer,
-    FedGMT,
-    FedTOGA,
     FlatnessMonitor,
     Frozen,
     Krum,
@@ -111,11 +109,10 @@ def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
             "once, by its name",
         ),
         (
-            lambda: FedTOGA(DigitsMLP(), ascent=SAM()),
-            "model.ascent = a SAM: it has a value already, by its position or from the class; leave it out",
+            lambda: SGD(0.1, lr=0.2),  # type: ignore[misc]
+            "SGD.__init__(lr, momentum, weight_decay, clip, lr_decay, schedule, state): multiple values for argument "
+            "'lr'; give each argument once, by its name",
         ),
-        (lambda: FedGMT(DigitsMLP(), prox="squared"), "model.prox = squared: it has a value already, "),
-        (lambda: SGD(0.1, lr=0.2), "model.optimizer.lr = 0.2: it has a value already, "),  # type: ignore[misc]
         (lambda: trainer().fit(FedAvg(DigitsMLP()), Digits(), 3), "ckpt_path = 3: give text or null"),  # type: ignore[arg-type]
         (lambda: LoRA(DigitsMLP()), "model.net.targets: missing; give a list, each text"),  # type: ignore[call-arg]
         (

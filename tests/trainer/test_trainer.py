@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from copy import deepcopy
 from pathlib import Path
@@ -430,13 +429,6 @@ def test_nets_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
         of_inference = FedAvg(nn.Linear(64, 10))
     with pytest.raises(UserError, match=r"^model\.net = Linear: weight, bias of torch.inference_mode\(\); make it "):
         FederatedTrainer(default_root_dir=str(tmp_path)).fit(of_inference, Digits())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: it is deprecated
-        scripted = torch.jit.script(nn.Linear(64, 10))
-    with pytest.raises(
-        UserError, match=r"of torch\.jit\.script, which tells nothing of its layers; give the module itself$"
-    ):
-        FedAvg(scripted)
     for engine in ("sequential", "batched"):
         trainer = FederatedTrainer(
             max_rounds=1, clients_per_round=2, default_root_dir=str(tmp_path), engine=engine, accelerator="cpu"

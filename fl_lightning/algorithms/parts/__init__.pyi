@@ -22,7 +22,6 @@ from .drift import check_fresh_momentum as check_fresh_momentum
 from .drift import control_variate as control_variate
 from .drift import effective_steps as effective_steps
 from .drift import prox_pull as prox_pull
-from .flexlora import FlexLoRA as FlexLoRA
 from .local_optimizer import SGD as SGD
 from .local_optimizer import LocalOptimizer as LocalOptimizer
 from .local_optimizer import Take as Take
@@ -30,6 +29,7 @@ from .man import MAN as MAN
 from .personal import Ditto as Ditto
 from .personal import Personal as Personal
 from .server import Averaging as Averaging
+from .server import FlexLoRA as FlexLoRA
 from .server import LastTwo as LastTwo
 from .server import RelaxedInit as RelaxedInit
 from .server import ServerAdagrad as ServerAdagrad

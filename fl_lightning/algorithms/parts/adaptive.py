@@ -259,9 +259,6 @@ class TorchOptimizer(LocalOptimizer):
         except (TypeError, RuntimeError, AssertionError) as error:  # it takes a closure, sparse gradients, or a GPU
             raise self._refused(error) from None
 
-    def check(self, flat: FlatSpec) -> None:
-        self.make([nn.Parameter(torch.zeros(()).expand(shape)) for shape in flat.shapes])  # takes no memory
-
     def begin(self, flat: FlatSpec, start: Tensor) -> Take:
         parameters = [nn.Parameter(part) for part in flat.split(start.clone()).values()]
         optimizer = self.make(parameters)

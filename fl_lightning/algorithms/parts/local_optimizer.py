@@ -146,13 +146,6 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
         u = u if self.clip is None else u * (self.clip / (norm(u) + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
         return u if unclipped is None else u + unclipped
 
-    def check(self, flat: FlatSpec) -> None:
-        """Checks that the optimizer takes weights of this layout.
-
-        Raises:
-            UserError: If it does not.
-        """
-
     def check_batched(self, what: str, otherwise: str = "") -> None:
         """Checks that a step takes several clients.
 

@@ -16,10 +16,10 @@ from fl_lightning.core import NonNegative, ensure, matching
 KEY = "model.parts: MAN"
 ACTIVATIONS = {
     torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, functional.relu, functional.relu_, functional.relu6,
-    functional.leaky_relu, functional.elu, functional.selu, functional.celu, functional.gelu, functional.silu,
-    functional.mish, functional.hardswish,
+    functional.hardtanh, functional.leaky_relu, functional.prelu, functional.elu, functional.selu, functional.celu,
+    functional.gelu, functional.silu, functional.mish, functional.hardswish,
 }  # fmt: skip
-"""Functions whose results are activations; modules such as ``nn.ReLU`` call them, too."""
+"""Functions whose results are activations; modules such as ``nn.ReLU`` call them, too, and ``nn.ReLU6`` hardtanh."""
 POOLINGS = {
     torch.max_pool1d, torch.max_pool2d, torch.max_pool3d,
     functional.max_pool1d, functional.max_pool2d, functional.max_pool3d,
