@@ -9,10 +9,21 @@ from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fl_lightning.core import LATER, Divisor, PositiveInt, UserError, ensure, fits, named_tensors, numpy_generator
+from fl_lightning.core import (
+    LATER,
+    Divisor,
+    PositiveInt,
+    UserError,
+    described,
+    ensure,
+    fits,
+    named_tensors,
+    numpy_generator,
+)
 from fl_lightning.core.nested import nested
 from fl_lightning.data.module import FederatedDataModule
 from fl_lightning.data.partition import Given, stratified
@@ -20,6 +31,8 @@ from fl_lightning.data.streaming import IndexedSamples
 from fl_lightning.data.validation import check_alike, inputs
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
+READ_AGAIN = 4
+"""Samples of a data set that are read twice, to find a random transform."""
 
 
 class Arrays(FederatedDataModule):
@@ -192,7 +205,14 @@ def _pairs(name: str, dataset: Any) -> tuple[IndexedSamples, NDArray[Any]]:
     ensure(pair, f"{name}: a {type(dataset).__name__} has no pairs (x, label); give a map-style data set of pairs")
     n, labels = len(dataset), _known_labels(dataset)
     labels = np.asarray([dataset[i][1] for i in range(n)]) if labels is None else labels
-    return IndexedSamples(name, n, lambda i: dataset[i][0], first[0]), labels
+    samples = IndexedSamples(name, n, lambda i: dataset[i][0], first[0])
+    if any(described(samples[i]) != described(samples[i]) for i in range(min(n, READ_AGAIN))):
+        rank_zero_warn(
+            f"{name}: a sample differs when it is read again, as by a random transform; samples are read once, or with "
+            "stream each time, and then no run can be repeated: augment by data.augment",
+            stacklevel=2,
+        )
+    return samples, labels
 
 
 def _known_labels(dataset: Any) -> NDArray[Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,7 +288,7 @@ def test_targets_of_torchvision_spare_reading(tmp_path: Path) -> None:
         data = FromDataset(train, Pairs(IMAGES[6:8], [1, 0]), num_clients=2, stream=True)
         data.setup()
         assert data.y_train.tolist() == [y for y in labels for _ in range(10)]
-        assert len(reads) == (3 if not given else 21)
+        assert len(reads) == (3 if not given else 21) + 8
 
 
 def test_labels_that_torchvision_keeps_otherwise() -> None:
@@ -372,6 +373,24 @@ def test_users_of_two_columns_with_other_forms_of_a_number() -> None:
         data = FromDataset(good, good, np.array(users), np.array(others))
         data.setup()
         assert data.test_clients.tolist() == [1, 0, -1, 1]
+
+
+class Shaken(Pairs):
+    """Pairs behind a random transform."""
+
+    def __getitem__(self, i: int) -> Any:
+        image, label = super().__getitem__(i)
+        return torch.as_tensor(np.asarray(image)).float() + torch.rand(()), label
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_random_transform_is_a_warning(stream: bool) -> None:
+    train, test = Shaken(IMAGES[:6], [0, 1] * 3), Pairs(IMAGES[6:8], [1, 0])
+    with pytest.warns(UserWarning, match="^train: a sample differs when it is read again, as by a random transform;"):
+        FromDataset(train, test, num_clients=2, stream=stream).load()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FromDataset(test, test, num_clients=2, stream=stream).load()
 
 
 def test_faulty_datasets() -> None:
