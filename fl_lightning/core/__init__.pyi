@@ -120,6 +120,7 @@ from .state import Upload as Upload
 from .state import Uploads as Uploads
 from .state import Weighting as Weighting
 from .state import k_lr_sums as k_lr_sums
+from .state import without_gradients as without_gradients
 from .watched import Watched as Watched
 from .watched import class_of as class_of
 from .watched import contents_kept as contents_kept

@@ -25,6 +25,11 @@ Upload: TypeAlias = dict[str, Tensor]
 """One client's upload, by name."""
 
 
+def without_gradients(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns values that a hook has made, cut from what it has differentiated."""
+    return {name: v.detach() if getattr(v, "requires_grad", False) else v for name, v in values.items()}
+
+
 class State(Mapping[str, Tensor]):
     """Named tensors, read as attributes (``client.lam``) and never changed in place: ``replace`` returns a new one."""
 
@@ -55,14 +60,14 @@ class State(Mapping[str, Tensor]):
         raise NoStateError(f"state '{name}' is set in place; return the state that replace({name}=...) gives")
 
     def replace(self, **new: Tensor) -> "State":
-        """Returns a copy with other values for some names.
+        """Returns a copy with other values for some names; no gradient flows through them.
 
         Raises:
             AttributeError: If a name is not declared.
         """
         for name in new.keys() - self._values.keys():
             getattr(self, name)
-        return State({**self._values, **new})
+        return State({**self._values, **without_gradients(new)})
 
     def __or__(self, more: Mapping[str, Tensor]) -> "State":
         """Returns a copy with further names, or other values for the same names."""

@@ -12,7 +12,19 @@ from torch import Tensor
 from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.algorithms.module import Losses
 from fl_lightning.algorithms.parts import Take
-from fl_lightning.core import Autocast, ClientContext, Draws, FlatNet, Logs, State, Upload, UserError, below, prefixed
+from fl_lightning.core import (
+    Autocast,
+    ClientContext,
+    Draws,
+    FlatNet,
+    Logs,
+    State,
+    Upload,
+    UserError,
+    below,
+    prefixed,
+    without_gradients,
+)
 from fl_lightning.data.minibatches import Minibatches
 
 COLUMNS = ("lr", "K", "K_missed", "k_lr", "n_k", "n_mean")
@@ -265,7 +277,7 @@ class Engine:
             )
         if moving is not None:  # nor do decay and momentum move the others
             w = torch.where(moving, w, carry.w)
-        return Carry(w, client.only(carry.state), losses[0])
+        return Carry(w.detach() if w.requires_grad else w, client.only(carry.state), losses[0])
 
     def finish(self, carry: Carry, fixed: Fixed) -> tuple[Upload, State, Logs]:
         """Calls the hooks after the last step; returns the upload, what the client keeps, and what is logged."""
@@ -273,7 +285,7 @@ class Engine:
         if fixed.ctx.draws is not None:
             fixed.ctx.draws.move_to(Draws.END)
         upload, client = objective.finish_local(carry.w, client, fixed.received, replace(fixed.ctx, logs=logs))
-        return upload, client.only(objective.client_inits()), logs
+        return without_gradients(upload), client.only(objective.client_inits()), logs
 
     def context(self, job: Job) -> ClientContext:
         """Returns the context that the hooks see: with the client's class counts if the objective uses them."""

@@ -929,6 +929,54 @@ def test_a_step_that_cannot_be_repeated_is_a_warning(how: str, tmp_path: Path) -
             train(tmp_path, objective, "sequential", max_rounds=1)
 
 
+class InAList(nn.Module):
+    """A net with a parameter that it has not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.scales = Small(), [nn.Parameter(torch.ones((), dtype=torch.float64))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.small(x) * self.scales[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_a_parameter_in_a_list_stays_as_it_is(engine: str, tmp_path: Path) -> None:
+    objectives = [FedAvg(net=net, optimizer=SGD(0.1)) for net in (InAList(), Small())]
+    first, second = (train(tmp_path, of, engine, max_rounds=2) for of in objectives)
+    assert not first.server.w.requires_grad
+    torch.testing.assert_close(first.server.w, second.server.w, rtol=1e-9, atol=1e-12)
+
+
+class Distilling(LocalObjective):
+    """The server trains by autograd, and a client scales its step by a tensor with a gradient; neither detaches."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": received.w + self.scale * (w - received.w)}, client
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        w = uploads.weighted("w").clone().requires_grad_()
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        ((w - sent.w) ** 2).sum().backward()
+        optimizer.step()
+        return server.replace(w=w)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
+def test_no_gradient_flows_from_a_hook(engine: str, tmp_path: Path) -> None:
+    """A step of length 0.1 towards the model before leaves 0.8 of the way, of which clients go one half."""
+    run = train(tmp_path, Distilling(net=Small(), optimizer=SGD(0.1)), engine)
+    assert not run.server.w.requires_grad
+    plain = train(tmp_path, FedAvg(net=Small(), optimizer=SGD(0.1)), engine, max_rounds=1)
+    once = train(tmp_path, Distilling(net=Small(), optimizer=SGD(0.1)), engine, max_rounds=1)
+    way, whole = once.server.w - once.clients.w0, plain.server.w - plain.clients.w0
+    torch.testing.assert_close(way, 0.4 * whole, rtol=1e-9, atol=1e-12)
+
+
 class Tiring(Schedule):
     """A schedule that counts its calls in the place of rounds."""
 
