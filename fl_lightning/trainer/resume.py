@@ -16,7 +16,7 @@ from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.accountant import NoiseKey
 from fl_lightning.trainer.flight import is_flight
 from fl_lightning.trainer.participation.faults import write_failures
-from fl_lightning.trainer.run import Run
+from fl_lightning.trainer.run import Callback, Run
 from fl_lightning.trainer.runtime.collectives import all_gather_dict, exchange, on_rank_zero
 from fl_lightning.trainer.storage import RunFolder, by_key, check_unused, checkpoint, provenance
 
@@ -92,8 +92,17 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
         "clients": run.clients.state_dict(pin=pin),
         "elapsed": run.elapsed,
         "records": run.folder.checksums(run.rounds_done),
+        "unsaved": [name for name, v in unsaved(run).items() if name not in run.unsaved or run.unsaved[name] != v],
         **states(run),
     }
+
+
+def unsaved(run: Run) -> dict[str, Any]:
+    """Returns the public numbers and text of those callbacks of one's own that have no ``state_dict``, by name."""
+    kinds = {x: type(x) for x in run.callbacks if type(x).state_dict is Callback.state_dict}
+    own = {x: kind.__name__ for x, kind in kinds.items() if kind.__module__.partition(".")[0] != "fl_lightning"}
+    named = {f"{name}.{of}": v for x, name in own.items() for of, v in vars(x).items() if of[0] != "_"}
+    return {name: v for name, v in named.items() if v is None or isinstance(v, bool | int | float | str)}
 
 
 def states(run: Run) -> dict[str, Any]:

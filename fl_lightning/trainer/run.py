@@ -171,6 +171,7 @@ class Run(Experiment):
         sources: Hash of samples, code and files as they were when the run began; None: not under privacy.
         first_round: Rounds done when this process began.
         restored: Content of that checkpoint, without the clients' rows, which would lie in memory twice.
+        unsaved: Numbers and text of callbacks without a ``state_dict``, as they were when this process began, by name.
         folder: The run's folder; of a restored run, that of the checkpoint.
         callback_s: Seconds spent in callbacks.
         evaluation_s: Seconds of the last evaluation; 0 before the first.
@@ -208,7 +209,7 @@ class Run(Experiment):
         self.round_metrics: dict[str, float] = {}
         self.checkpoint: Path | None = None
         self.sources: str | None = None
-        self.first_round, self.restored = 0, dict[str, Any]()
+        self.first_round, self.restored, self.unsaved = 0, dict[str, Any](), dict[str, Any]()
         self.first_settings = objective.named_settings()
         self.should_stop = self._stopped = False
         self.saved_rounds, self._opened = -1, time.monotonic()

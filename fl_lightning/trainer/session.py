@@ -5,6 +5,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from fl_lightning.core import UserError, disk_error, folded
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Run
@@ -36,6 +38,7 @@ def session(run: Run) -> Iterator[None]:
         run.objective.trained = True
         try:
             run.call("on_fit_start")
+            run.unsaved = resume.unsaved(run)
             resume.states(run)  # else no checkpoint could be read
             run.stops()  # before the first round, too
             yield
@@ -63,6 +66,12 @@ def _restore_callbacks(run: Run) -> None:
                     f"ckpt_path = {run.checkpoint}: its state of {key} is not one ({folded(repr(error), 120)}); "
                     "take another"
                 ) from None
+    if unsaved := run.restored.get("unsaved"):
+        rank_zero_warn(
+            f"trainer.callbacks: {', '.join(unsaved)} changed before the checkpoint, which lacks it, and begins anew; "
+            "define state_dict and load_state_dict",
+            stacklevel=4,
+        )
 
 
 def _prepare_folder(run: Run, lock: ExitStack) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,39 @@ def test_settings_that_a_callback_changes(tmp_path: Path) -> None:
     assert metrics(whole)["client/lr"][-1][1] == metrics(whole)["client/lr"][0][1] / 2**5
     lr = [[line for line in file.read_text().splitlines() if "lr: " in line] for file in broken.glob("config*.yaml")]
     assert len(lr) == 2 and lr[0] == lr[1]
+
+
+class Patient(Callback):
+    """Halves the rate in each fourth round that it sees."""
+
+    def __init__(self) -> None:
+        self.seen, self.name = 0, "patient"
+
+    def on_round_end(self, run: Run) -> None:
+        self.seen += 1
+        run.objective.optimizer.lr *= 1 if self.seen % 4 else 0.5
+
+
+class Remembering(Patient):
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_what_a_callback_forgets_is_a_warning(tmp_path: Path) -> None:
+    for kind in (Patient, Remembering):
+        whole = fit(tmp_path / kind.__name__ / "whole", "FedAvg", kind(), max_rounds=5)
+        with pytest.raises(KeyboardInterrupt):
+            fit(tmp_path / kind.__name__, "FedAvg", kind(), Stop(3, KeyboardInterrupt), max_rounds=5)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            broken = fit(tmp_path / kind.__name__, "FedAvg", kind(), ckpt_path="last", max_rounds=5)
+        said = [str(each.message) for each in told if "trainer.callbacks" in str(each.message)]
+        assert torch.equal(state(broken)["server.w"], state(whole)["server.w"]) == (kind is Remembering)
+        begins_anew = "trainer.callbacks: Patient.seen changed before the checkpoint, which lacks it, and begins anew;"
+        assert [each.startswith(begins_anew) for each in said] == [True] * (kind is Patient)
 
 
 def test_broken_off_twice_and_by_an_error(tmp_path: Path) -> None:
