@@ -33,7 +33,7 @@ LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch"}
 def own_objects(owners: Collection[object]) -> list[object]:
     """Returns objects and, besides nets, the objects of other packages than libraries that they hold, also in lists.
 
-    The classes of all of them that are not this package's follow: their attributes are those of each object, too.
+    The classes of the first that are not this package's follow: their attributes are those of each object, too.
     """
     found = {id(owner): owner for owner in owners}
     seen, waiting = {*found}, [*chain.from_iterable(vars(owner).values() for owner in found.values())]
@@ -49,7 +49,7 @@ def own_objects(owners: Collection[object]) -> list[object]:
         elif _is_own(value):
             found[id(value)] = value
             waiting += vars(value).values()
-    kinds = dict.fromkeys(kind for value in found.values() for kind in type(value).__mro__)
+    kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__)
     return [*found.values(), *(kind for kind in kinds if _package(kind) not in {*LIBRARIES, "fl_lightning"})]
 
 
@@ -74,8 +74,8 @@ def _own(owner: object) -> dict[str, Any]:
 
 def _attributes(owner: object) -> dict[str, Any]:
     """Returns what `_own` returns; a module's buffers and parameters are attributes as well."""
-    of_module = ("_buffers", "_parameters") if isinstance(owner, nn.Module) else ()
-    return {**_own(owner), **{name: v for of in of_module for name, v in vars(owner)[of].items()}}
+    own, of_module = _own(owner), ("_buffers", "_parameters") if isinstance(owner, nn.Module) else ()
+    return {**own, **{name: v for of in of_module for name, v in own.get(of, {}).items()}}  # a script has none
 
 
 def _set_back(owner: object, attributes: dict[str, Any]) -> None:
