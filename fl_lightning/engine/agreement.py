@@ -85,8 +85,7 @@ def check_repeatable(sequential: Engine, jobs: Sequence[Job]) -> None:
     if first is None or sequential.net.device.type != "cpu":
         return
     one, again = (next(iter(sequential.train([first]))) for _ in range(2))
-    near, repeated = _with_limits(first, one, 0.0, REPEATED), _leaving(again)
-    differ = [what for what, (value, limit) in near.items() if float((repeated[what] - value).norm()) > limit]
+    differ = [*_too_far(_with_limits(first, one, 0.0, REPEATED), again)] if one.finite else []
     if differ:
         rank_zero_warn(
             f"{type(sequential.objective).__name__} gives another result when a client's step is repeated, in "
@@ -182,15 +181,13 @@ def _compare_with(expected: Sequence[Expected], engine: Engine, jobs: Sequence[J
         reason = folded(f"{type(error).__name__}: {error}")
         raise _refused(engine, f"cannot be batched ({reason:.100}); use sequential") from None
     for one, result in zip(expected, found, strict=True):
-        several = _leaving(result)
-        for what, (value, limit) in one.items():
-            if several[what].shape != value.shape or not float((several[what] - value).norm()) <= limit:
-                raise _refused(
-                    engine,
-                    f"gives for several clients at once (vectors of shape (clients, d)) something else than for each, "
-                    f"in {what}; reduce over the last axis only, with keepdim, leave padding, whose weight is 0, out "
-                    "of a term over a minibatch (BatchNorm without running statistics cannot), or use sequential",
-                )
+        for what in _too_far(one, result):
+            raise _refused(
+                engine,
+                f"gives for several clients at once (vectors of shape (clients, d)) something else than for each, "
+                f"in {what}; reduce over the last axis only, with keepdim, leave padding, whose weight is 0, out "
+                "of a term over a minibatch (BatchNorm without running statistics cannot), or use sequential",
+            )
 
 
 def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tolerance: float) -> Expected:
@@ -202,16 +199,14 @@ def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tol
     one, nearby, again = (next(iter(sequential.train([each]))) for each in (job, _moved(job, rounding), job))
     if not one.finite:
         return {}
-    expected, near, repeated = dict[str, tuple[Tensor, float]](), _leaving(nearby), _leaving(again)
-    for what, (value, limit) in _with_limits(job, one, rounding, tolerance).items():
-        if not float((repeated[what] - value).norm()) <= limit:
-            raise _refused(
-                engine,
-                f"gives another result when it is repeated, in {what}: a hook draws random numbers elsewhere than "
-                "from ctx, changes a tensor in place, or keeps something on self; mend that, or use sequential",
-            )
-        expected[what] = value, limit + 10 * float((near[what] - value).norm())
-    return expected
+    expected, near = _with_limits(job, one, rounding, tolerance), _leaving(nearby)
+    for what in _too_far(expected, again):
+        raise _refused(
+            engine,
+            f"gives another result when it is repeated, in {what}: a hook draws random numbers elsewhere than "
+            "from ctx, changes a tensor in place, or keeps something on self; mend that, or use sequential",
+        )
+    return {what: (v, limit + 10 * float((near[what] - v).norm())) for what, (v, limit) in expected.items()}
 
 
 def _with_limits(job: Job, result: LocalResult, rounding: float, tolerance: float) -> Expected:
@@ -223,6 +218,14 @@ def _with_limits(job: Job, result: LocalResult, rounding: float, tolerance: floa
         terms = max(float(v.norm()) for v in (value, *like))  # it may be their sum, of which rounding is left
         expected[what] = value, tolerance * change + rounding * terms
     return expected
+
+
+def _too_far(expected: Expected, result: LocalResult) -> Iterator[str]:
+    """Yields what of a result is further from what is expected than tolerated."""
+    found = _leaving(result)
+    for what, (value, limit) in expected.items():
+        if found[what].shape != value.shape or not float((found[what] - value).norm()) <= limit:
+            yield what
 
 
 def _refused(engine: Engine, why: str) -> UserError:

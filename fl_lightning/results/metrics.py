@@ -61,6 +61,8 @@ METRICS = (
     Known("client/test/{}_worst_decile", "worst 10 % of local models", key="local_worst_decile"),
     Known("client/test/{}_gap", "local minus global", key="local_gap"),
 )
+LONGEST_FIRST = sorted(METRICS, key=lambda entry: len(entry.name), reverse=True)
+"""The same, to find a metric's own entry before one whose name has a part of any form: acc_worst is no own metric."""
 MAIN = (
     "server/test/acc", "server/test/miou", "server/test/loss", "client/train/loss", "server/clients/acc_worst_decile",
     "flatness/lambda_max", "flatness/discrepancy",
@@ -71,7 +73,7 @@ MAIN = (
 def known(metric: str) -> Known:
     """Returns the entry of a metric; one that is not in the registry has its own name as title."""
     leaf = metric.rpartition("/")[2]
-    for entry in sorted(METRICS, key=lambda entry: len(entry.name), reverse=True):  # acc_worst is no own metric
+    for entry in LONGEST_FIRST:
         if match := re.fullmatch(re.escape(entry.name).replace(r"\{\}", "([^/]+)"), metric):
             evaluated, unit = EVALUATED.get(match[1], (match[1], "")) if match.groups() else ("", entry.unit)
             return Known(metric, entry.title.format(evaluated), unit, entry.key)
