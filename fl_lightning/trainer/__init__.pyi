@@ -10,10 +10,10 @@ from .measurements.base import Measurement as Measurement
 from .measurements.base import MeasurementContext as MeasurementContext
 from .measurements.base import PseudoGradient as PseudoGradient
 from .measurements.base import Split as Split
+from .measurements.base import check_statistics as check_statistics
 from .measurements.base import dry_round as dry_round
 from .measurements.clients import evaluate as evaluate
 from .measurements.curvature import check_measures as check_measures
-from .measurements.curvature import check_statistics as check_statistics
 from .measurements.sharpness import default_measures as default_measures
 from .participation.faults import LINES as LINES
 from .participation.faults import Attendance as Attendance

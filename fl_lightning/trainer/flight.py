@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fl_lightning.core import NonNegativeInt, State, ensure, fits
-from fl_lightning.trainer.experiment import Timing
+from fl_lightning.trainer.experiment import Experiment, Timing
 from fl_lightning.trainer.participation import Asynchronous
-from fl_lightning.trainer.run import Run
 
 EVENTS = "events.csv"
 """In the run folder: a line for each event."""
@@ -68,7 +67,7 @@ class Flight:
     start.
 
     Args:
-        run: The run; of its state nothing is read.
+        run: The run, without its state.
         rule: When the server steps.
         timing: The clock.
         t: Steps of the server so far.
@@ -85,7 +84,7 @@ class Flight:
         events: The events since the last step.
     """
 
-    def __init__(self, run: Run, rule: Asynchronous, timing: Timing, t: int, saved: Mapping[str, Any]) -> None:
+    def __init__(self, run: Experiment, rule: Asynchronous, timing: Timing, t: int, saved: Mapping[str, Any]) -> None:
         self.run, self.rule, self.timing, self.t, self.saved = run, rule, timing, t, saved
         self.now: float = saved.get("now", 0.0)
         self._tasks = [Task(*of) for of in saved.get("tasks", ())]
@@ -199,7 +198,7 @@ FORM = {
 """What `Flight.after` returns: annotations by name."""
 
 
-def is_flight(saved: Mapping[str, Any], run: Run, steps: int, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def is_flight(saved: Mapping[str, Any], run: Experiment, steps: int, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Returns whether the `RunState.training` of a checkpoint is what an asynchronous run has left.
 
     Args:

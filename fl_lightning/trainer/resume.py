@@ -13,7 +13,7 @@ import torch
 from fl_lightning.core import State, as_setting, constants, ensure, files, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
-from fl_lightning.trainer.aggregation.accountant import NoiseKey
+from fl_lightning.trainer.aggregation.noise import NoiseKey
 from fl_lightning.trainer.flight import is_flight
 from fl_lightning.trainer.participation.faults import write_failures
 from fl_lightning.trainer.run import Callback, Run

@@ -17,7 +17,7 @@ import torch
 from fl_lightning import DigitsMLP, UserError
 from fl_lightning.core import State, generator
 from fl_lightning.flower.node import Message, NodeLost, row_of, version_in, version_of
-from fl_lightning.trainer.aggregation.accountant import NoiseKey
+from fl_lightning.trainer.aggregation.noise import NoiseKey
 from tests.flower.nodes import Nodes, build, trained
 from tests.runs import DIGITS, FORKS, assert_same, cli, last, metrics, newest, run, state
 

@@ -28,8 +28,8 @@ from fl_lightning import (
     WandbLogger,
 )
 from fl_lightning.core import State
-from fl_lightning.trainer.aggregation.accountant import BLOCK, NoiseKey, box_muller, cut, grid, rounded
 from fl_lightning.trainer.aggregation.base import Received
+from fl_lightning.trainer.aggregation.noise import BLOCK, NoiseKey, box_muller, cut, grid, rounded
 from fl_lightning.trainer.loggers.base import FigureLogger
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.storage import checkpoint

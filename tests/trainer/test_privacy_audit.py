@@ -23,8 +23,8 @@ from torch import nn
 
 from fl_lightning import Arrays, BernoulliSampler, FedAvg, FederatedTrainer, GaussianPrivacy
 from fl_lightning.core import RoundContext, State, generator
-from fl_lightning.trainer.aggregation.accountant import NoiseKey
 from fl_lightning.trainer.aggregation.base import Plan, Received
+from fl_lightning.trainer.aggregation.noise import NoiseKey
 
 pytestmark = pytest.mark.slow
 DELTA, M, D = 0.01, 20, 60

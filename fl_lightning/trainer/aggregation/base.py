@@ -24,7 +24,7 @@ from fl_lightning.core import (
     ensure,
     to_device,
 )
-from fl_lightning.trainer.aggregation.accountant import NoiseKey
+from fl_lightning.trainer.aggregation.noise import NoiseKey
 from fl_lightning.trainer.participation.samplers import CohortSampler
 
 BLOCK = 1 << 20

@@ -27,8 +27,9 @@ from fl_lightning.core import (
     require,
     to_device,
 )
-from fl_lightning.trainer.aggregation.accountant import Accountant, Method, NoiseKey, cohorts, cut, grid, rounded
+from fl_lightning.trainer.aggregation.accountant import Accountant, Method, cohorts
 from fl_lightning.trainer.aggregation.base import Aggregation, Plan, Received, check_references, shortening
+from fl_lightning.trainer.aggregation.noise import NoiseKey, cut, grid, rounded
 from fl_lightning.trainer.participation.samplers import BernoulliSampler, CohortSampler
 
 KEY = "trainer.privacy"

@@ -4,10 +4,10 @@ from .base import Measurement as Measurement
 from .base import MeasurementContext as MeasurementContext
 from .base import PseudoGradient as PseudoGradient
 from .base import Updates as Updates
+from .base import check_statistics as check_statistics
 from .base import dry_round as dry_round
 from .clients import ClientEvaluation as ClientEvaluation
 from .curvature import check_measures as check_measures
-from .curvature import check_statistics as check_statistics
 from .sharpness import LPF as LPF
 from .sharpness import AdaptiveSharpness as AdaptiveSharpness
 from .sharpness import CohortLoss as CohortLoss

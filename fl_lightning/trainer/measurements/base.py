@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.core import Checked, Positive, State, accumulator_dtype, require
+from fl_lightning.algorithms.base import LocalObjective
+from fl_lightning.core import Checked, Positive, State, accumulator_dtype, ensure, require
 from fl_lightning.engine import LocalResult
 from fl_lightning.flatness import Batches, Progress, cosine, delta_epsilon
 from fl_lightning.results.metrics import protocol
@@ -214,6 +215,19 @@ class Measure(Checked, key="measure: {}"):
 
     def resume(self, run: Run) -> None:
         """Removes rounds after ``run.rounds_done`` from the files of `keep`; rank 0 calls it when a run begins."""
+
+
+def check_statistics(objective: LocalObjective) -> None:
+    """Checks that the global model has running statistics, if its net keeps any.
+
+    Raises:
+        UserError: If every client keeps its own.
+    """
+    ensure(
+        objective.net_buffers is None or objective.net_buffers.policy != "local",
+        "model.buffers = local: the global model has no running statistics to measure its flatness with; use "
+        "average or reset, or do not measure it",
+    )
 
 
 def local_loss(run: Run, client: int, w: Tensor, chosen: Tensor | None = None) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from fl_lightning.trainer.measurements.base import (
     Measure,
     Measurement,
     MeasurementContext,
+    check_statistics,
     local_models,
 )
-from fl_lightning.trainer.measurements.curvature import check_statistics
 from fl_lightning.trainer.round import Phase, Round
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fl_lightning import flatness
-from fl_lightning.algorithms.base import LocalObjective
 from fl_lightning.core import (
     FlatSpec,
     PositiveInt,
@@ -34,7 +33,7 @@ from fl_lightning.flatness import (
     layers,
 )
 from fl_lightning.nets.pretrained import LoRA
-from fl_lightning.trainer.measurements.base import Measure, Measurement, MeasurementContext, Split
+from fl_lightning.trainer.measurements.base import Measure, Measurement, MeasurementContext, Split, check_statistics
 from fl_lightning.trainer.run import Run
 from fl_lightning.trainer.runtime import collectives
 
@@ -43,19 +42,6 @@ def own_models(run: Run) -> dict[int, Tensor]:
     """Returns the own models of all clients that have trained, ``(d,)`` by id, those of other processes included."""
     mine = {k: run.objective.client_model(run.global_model, row).cpu() for k, row in run.clients.rows().items()}
     return {k: w.to(run.server.w) for k, w in collectives.all_gather_dict(run.fabric, mine).items()}
-
-
-def check_statistics(objective: LocalObjective) -> None:
-    """Checks that the global model has running statistics, if its net keeps any.
-
-    Raises:
-        UserError: If every client keeps its own.
-    """
-    ensure(
-        objective.net_buffers is None or objective.net_buffers.policy != "local",
-        "model.buffers = local: the global model has no running statistics to measure its flatness with; use "
-        "average or reset, or do not measure it",
-    )
 
 
 class CurvatureMeasure(Measure):

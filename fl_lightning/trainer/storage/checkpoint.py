@@ -23,7 +23,7 @@ from fl_lightning.core import (
     weights,
 )
 from fl_lightning.engine import is_name
-from fl_lightning.trainer.aggregation.accountant import BYTES
+from fl_lightning.trainer.aggregation.noise import BYTES
 from fl_lightning.trainer.participation.faults import Failures, counted
 from fl_lightning.trainer.settings import Kind
 
