@@ -95,16 +95,16 @@ class Discrepancy(LocalMean):
         local, m = self.mean(context)
         if m:
             part = f"the cohort, {len(context.cohort)} of {context.run.data.num_clients}"
-            own = f"own data of {'all clients' if self.clients == 'all' else part}"
+            own_data = f"own data of {'all clients' if self.clients == 'all' else part}"
             measurements += [
                 Measurement(
-                    name=f"sharpness_local{end}", value=local, model="local models", data=own, samples=m, **common
+                    name=f"sharpness_local{end}", value=local, model="local models", data=own_data, samples=m, **common
                 ),
                 Measurement(
                     name=f"discrepancy{end}",
                     value=abs(rise - local),
                     model="aggregated and local models",
-                    data=f"S_i on {own} ({m:,}), S on {what}",
+                    data=f"S_i on {own_data} ({m:,}), S on {what}",
                     samples=n,
                     **common,
                 ),
@@ -141,11 +141,11 @@ class Sharpness(Measure):
         measurements = []
         prefix = "sharpness" if self.eta is None else "adaptive_sharpness"
         settings = {"rho": self.rho, "steps": self.steps} | ({} if self.eta is None else {"eta": self.eta})
-        for of in self.data if context.cohort else ["all"]:
-            batches, n, what = context.train(self.samples) if of == "all" else context.union(context.cohort)
+        for clients in self.data if context.cohort else ["all"]:
+            batches, n, what = context.train(self.samples) if clients == "all" else context.union(context.cohort)
             rise = sharpness(**context.loss(batches), rho=self.rho, steps=self.steps, eta=self.eta)
             common: dict[str, Any] = {"data": what, "samples": n, "iterations": self.steps, "settings": settings}
-            measurements.append(Measurement(name=f"{prefix}_{of}", value=rise, **common))
+            measurements.append(Measurement(name=f"{prefix}_{clients}", value=rise, **common))
         return measurements
 
 
@@ -183,16 +183,16 @@ class LPF(Measure):
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         batches, n, what = context.train(self.samples)
-        found = lpf(
+        estimate = lpf(
             **context.loss(batches), sigma=self.sigma, draws=self.draws, scale=self.scale, seed=context.run.seed
         )
         return [
             Measurement(
                 name="lpf" if self.scale == "none" else "lpf_filter",
-                value=found.value,
+                value=estimate.value,
                 data=what,
                 samples=n,
-                error=found.error,
+                error=estimate.error,
                 iterations=self.draws,
                 settings={"sigma": self.sigma, "scale": self.scale},
             )
@@ -213,13 +213,13 @@ class CohortLoss(LocalMean):
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         batches, n, what = context.union(context.cohort)
-        before, after = (mean_loss(**context.loss(batches, each)) for each in (context.old, context.new))
+        before, after = (mean_loss(**context.loss(batches, state)) for state in (context.old, context.new))
         local, m = self.mean(context)
-        found = (
+        rows = (
             ("loss_drop_cohort", before - after, "models before and after the round"),
             *([("loss_gap", abs(after - local), "aggregated and local models")] if m else []),
         )
-        return [Measurement(name=name, value=x, model=model, data=what, samples=n) for name, x, model in found]
+        return [Measurement(name=name, value=value, model=model, data=what, samples=n) for name, value, model in rows]
 
 
 def default_measures(objective: LocalObjective | None = None) -> list[Measure]:
@@ -306,8 +306,8 @@ class CriticalSharpness(Measure):
             slope = float(gradient(**at) @ direction)
             self._moved[result.client] = _Moved(k_lr, direction.cpu(), self._rate("own", at, direction, k_lr, slope))
 
-    def _rate(self, of: str, at: Mapping[str, Any], direction: Tensor, k_lr: float, slope: float) -> Crossing:
-        first, most = self._first.get(of, k_lr or 1.0), MOST_MOVES * k_lr if k_lr else None
+    def _rate(self, kind: str, at: Mapping[str, Any], direction: Tensor, k_lr: float, slope: float) -> Crossing:
+        first, most = self._first.get(kind, k_lr or 1.0), MOST_MOVES * k_lr if k_lr else None
         return critical_rate(**at, direction=direction, first=first, highest=most, slope=slope, tol=self.tol)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
@@ -317,44 +317,48 @@ class CriticalSharpness(Measure):
         k_lr = collectives.all_gather_dict(fabric, self._k_lr)
         moved = collectives.all_gather_dict(fabric, self._moved)
         self._moved, self._k_lr = {}, {}
-        found: list[Measurement] = []
+        measurements: list[Measurement] = []
         if "gradient" in self.along:
             at = context.loss(batches)
             g = gradient(**at)
             crossing = self._rate("gradient", at, g, 0.0, float(g @ g))
-            found += self._measured("gradient", {0: (crossing, 0.0)}, {**common, "model": "global model"})
+            measurements += self._measured("gradient", {0: (crossing, 0.0)}, {**common, "model": "global model"})
         common["model"] = "model before the round"
-        directions = {k: (each.direction.to(context.model), each.k_lr) for k, each in moved.items()}
-        server = sum(k_lr.values()) / max(len(k_lr), 1) if "server" in self.along else 0.0
-        if server or moved:
+        directions = {k: (move.direction.to(context.model), move.k_lr) for k, move in moved.items()}
+        mean_k_lr = sum(k_lr.values()) / max(len(k_lr), 1) if "server" in self.along else 0.0
+        if mean_k_lr or moved:
             at = context.loss(batches, context.old)
             g = gradient(**at)
-            if server:
-                D = (context.old.w - context.new.w) / server
-                crossing = self._rate("server", at, D, server, float(g @ D))
-                found += self._measured("server", {0: (crossing, server)}, common)
+            if mean_k_lr:
+                D = (context.old.w - context.new.w) / mean_k_lr
+                crossing = self._rate("server", at, D, mean_k_lr, float(g @ D))
+                measurements += self._measured("server", {0: (crossing, mean_k_lr)}, common)
         if moved:
-            of_all = {k: (self._rate("clients", at, D, lr, float(g @ D)), lr) for k, (D, lr) in directions.items()}
-            own = {k: (each.own, each.k_lr) for k, each in moved.items()}
-            samples = sum(int(data.client_sizes[k]) for k in own)
-            found += self._measured("clients", of_all, common)
-            found += self._measured("own", own, {**common, "samples": samples, "data": "each client's own data"})
-        return found
+            crossings = {k: (self._rate("clients", at, D, lr, float(g @ D)), lr) for k, (D, lr) in directions.items()}
+            own_crossings = {k: (move.own, move.k_lr) for k, move in moved.items()}
+            samples = sum(int(data.client_sizes[k]) for k in own_crossings)
+            measurements += self._measured("clients", crossings, common)
+            measurements += self._measured(
+                "own", own_crossings, {**common, "samples": samples, "data": "each client's own data"}
+            )
+        return measurements
 
     def _measured(
-        self, of: str, crossings: Mapping[int, tuple[Crossing, float]], common: Mapping[str, Any]
+        self, kind: str, crossings: Mapping[int, tuple[Crossing, float]], common: Mapping[str, Any]
     ) -> list[Measurement]:
         """Returns the measurements along some directions; the next search begins at their median rate."""
-        rates = {k: each.rate for k, (each, _) in crossings.items()}
+        rates = {k: crossing.rate for k, (crossing, _) in crossings.items()}
         if positive := [rate for rate in rates.values() if rate]:
-            self._first[of] = median(positive)
-        common = {**common, "iterations": sum(each.evaluations for each, _ in crossings.values())}
-        end, middle = "" if of == "gradient" else f"_{of}", median(rates.values())
-        sharpness, details = 2 / middle if middle else None, {"rates": rates} if of in ("clients", "own") else {}
-        found = [Measurement(name=f"critical_sharpness{end}", value=sharpness, details=details, **common)]
-        if of != "gradient":
-            moves = median(each.rate / k_lr for each, k_lr in crossings.values())
-            found.append(Measurement(name=f"critical_moves{end}", value=moves, **common))
-        if of in ("clients", "own"):
-            found.append(Measurement(name=f"critical_ascending{end}", value=1 - len(positive) / len(rates), **common))
-        return found
+            self._first[kind] = median(positive)
+        common = {**common, "iterations": sum(crossing.evaluations for crossing, _ in crossings.values())}
+        end, middle = "" if kind == "gradient" else f"_{kind}", median(rates.values())
+        sharpness, details = 2 / middle if middle else None, {"rates": rates} if kind in ("clients", "own") else {}
+        measurements = [Measurement(name=f"critical_sharpness{end}", value=sharpness, details=details, **common)]
+        if kind != "gradient":
+            moves = median(crossing.rate / k_lr for crossing, k_lr in crossings.values())
+            measurements.append(Measurement(name=f"critical_moves{end}", value=moves, **common))
+        if kind in ("clients", "own"):
+            measurements.append(
+                Measurement(name=f"critical_ascending{end}", value=1 - len(positive) / len(rates), **common)
+            )
+        return measurements
