@@ -136,11 +136,11 @@ class Progress(Callback):
             for n, (at, best) in bests.items()
         ]
         self.console.print(filled(["", "last", "best", "at round"], rows, box=None))
-        if found := read_json(run.folder.path / SUMMARY, dict):
-            spread = f" ± {_number(found['std'])}" if found["std"] else ""
-            mean = f"mean {title(found['metric']).removeprefix('mean ')} {_number(found['mean'])}{spread}"
+        if summary := read_json(run.folder.path / SUMMARY, dict):
+            spread = f" ± {_number(summary['std'])}" if summary["std"] else ""
+            mean = f"mean {title(summary['metric']).removeprefix('mean ')} {_number(summary['mean'])}{spread}"
             self.console.print(
-                f"last {found['last']} of {found['rounds']} rounds: {mean} of {found['evaluations']} evaluations",
+                f"last {summary['last']} of {summary['rounds']} rounds: {mean} of {summary['evaluations']} evaluations",
                 highlight=False,
             )
         seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
@@ -245,15 +245,15 @@ def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
         UserError: If an object is another callback of Lightning or no callback at all, or if a default callback is
             given twice.
     """
-    found = [_accepted(callback) for callback in callbacks]
+    accepted = [_accepted(callback) for callback in callbacks]
     for once in (Checkpoints, Curves, Progress, Results):
-        many = sum(isinstance(callback, once) for callback in found)
+        many = sum(isinstance(callback, once) for callback in accepted)
         ensure(many <= 1, f"trainer.callbacks: {once.__name__} is there {many} times; give it once")
     needed = (Results, Checkpoints, *((Curves, Progress) if progress else (Ending,)))
-    found += [default() for default in needed if not any(isinstance(callback, default) for callback in found)]
+    accepted += [default() for default in needed if not any(isinstance(callback, default) for callback in accepted)]
     # measurements come first; Progress shows what Results has written; Checkpoints saves when the others have run
     order = (Curves, Results, Progress, Ending, EarlyStoppingAdapter, Checkpoints)
-    return sorted(found, key=lambda c: next((i + 1 for i, kind in enumerate(order) if isinstance(c, kind)), 0))
+    return sorted(accepted, key=lambda c: next((i + 1 for i, kind in enumerate(order) if isinstance(c, kind)), 0))
 
 
 def _accepted(callback: Any) -> Callback:
@@ -299,8 +299,8 @@ class Results(Callback):
         name, metrics = run.data.metric()[0], tested(run.metrics)
         metric = next((metric for metric in metrics if metric.endswith(f"/{name}")), None)
         if run.fabric.is_global_zero and metric:  # a run may stop before its first evaluation
-            found = summarise(run.folder.path, None, self.target, metric, eval_last=run.settings.eval_last)
-            write_atomically(run.folder.path / SUMMARY, json_text(found, indent=2))
+            summary = summarise(run.folder.path, None, self.target, metric, eval_last=run.settings.eval_last)
+            write_atomically(run.folder.path / SUMMARY, json_text(summary, indent=2))
 
 
 class Curves(Callback):
