@@ -50,7 +50,7 @@ class RowFile:
         self.free: list[int] = []
         self.pins = path.with_suffix(".pins")
         pins = _read_pins(self.pins) if self.pins.exists() else {}
-        self.kept: dict[str, Bytes] = {name: of[of < end] for name, of in pins.items()}  # by checkpoint, see `state`
+        self.kept: dict[str, Bytes] = {name: pin[pin < end] for name, pin in pins.items()}  # by checkpoint, see `state`
         self.written = "", np.zeros(0, np.int64)  # the last `state`
         self.knows_last = False
         self.stamp = secrets.randbits(62)
@@ -160,7 +160,7 @@ class RowFile:
             with self._in_one_line("flushed to disk"):
                 os.fsync(self.fd)
             if pin:  # recorded before there is such a checkpoint
-                pins = {name: torch.from_numpy(of) for name, of in self.kept.items() if name != LAST}
+                pins = {name: torch.from_numpy(kept) for name, kept in self.kept.items() if name != LAST}
                 files.save(self.pins, {"pins": pins})
         return {
             "name": self.path.name,
@@ -179,12 +179,14 @@ class RowFile:
         if not self.knows_last:
             return
         self.kept = {
-            name: of for name, of in self.kept.items() if name in (LAST, FOR_GOOD) or (self.path.parent / name).exists()
+            name: kept
+            for name, kept in self.kept.items()
+            if name in (LAST, FOR_GOOD) or (self.path.parent / name).exists()
         }
         self.held = bytearray(len(self.held))
         held = np.asarray(self.held)
-        for of in self.kept.values():
-            held[of] = 1
+        for kept in self.kept.values():
+            held[kept] = 1
         taken = held.copy()
         taken[used] = 1
         self.free = np.flatnonzero(taken == 0)[::-1].tolist()  # the first ones are taken first
@@ -226,7 +228,7 @@ def _runs(positions: Bytes, most: int) -> Iterator[Bytes]:
 
 def _read_pins(path: Path) -> dict[str, Bytes]:
     try:
-        return {str(name): np.asarray(of.numpy()) for name, of in files.load(path)["pins"].items()}
+        return {str(name): np.asarray(positions.numpy()) for name, positions in files.load(path)["pins"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path}: damaged ({error}); put it back, or remove it together with best.ckpt and round_<n>.ckpt, which "
