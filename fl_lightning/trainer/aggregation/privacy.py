@@ -158,8 +158,8 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
     @cached_property
     def accountant(self) -> Accountant:
         """The accountant of the run's rounds."""
-        free, given = self._noiseless, self.noise_multiplier
-        noise = free.least_noise(self.epsilon or 0.0) if given is None else given / math.sqrt(self.pieces)
+        free, multiplier = self._noiseless, self.noise_multiplier
+        noise = free.least_noise(self.epsilon or 0.0) if multiplier is None else multiplier / math.sqrt(self.pieces)
         return replace(free, noise=noise)
 
     def check_round(self) -> None:
@@ -340,8 +340,8 @@ class AdaptivePrivacy(GaussianPrivacy):
         clip = self.bound_of(received.server)
         sums, norms = self.clipped(received, clip)
         below = ((norms <= clip).to(norms) - 0.5).sum(0, keepdim=True)  # from -1/2 to 1/2 for each client
-        found = {name: (total, self.noise_std(clip)) for name, total in sums.items()}
-        return found | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
+        with_std = {name: (total, self.noise_std(clip)) for name, total in sums.items()}
+        return with_std | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         clip = server.privacy_clip * torch.exp(-self.clip_lr * ((uploads.mean("privacy_below") + 0.5) - self.quantile))
