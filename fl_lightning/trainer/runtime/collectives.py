@@ -78,7 +78,7 @@ def regroup(fabric: Fabric, rounds: int, seconds: float = 10.0) -> bool:
     with suppress(OSError, RuntimeError):  # the process that held the store is gone, or another one does not come
         _alive(store)
         store.set(f"left {rank}", str(rounds))
-        names = [f"left {each}" for each in range(size)]
+        names = [f"left {peer}" for peer in range(size)]
         if _soon(lambda: bool(store.check(names)), seconds) and {int(store.get(name)) for name in names} == {rounds}:
             dist.init_process_group("gloo", store=PrefixStore("left", store), rank=rank, world_size=size)
             return True
@@ -253,7 +253,7 @@ def exchange(
     columns = {
         k: zip(shapes.items(), torch.split(row.to(like.device), numbers), strict=True) for k, row in received.items()
     }
-    return {k: {name: v.view(torch.Size(shape)) for (name, shape), v in its} for k, its in columns.items()}
+    return {k: {name: v.view(torch.Size(shape)) for (name, shape), v in values} for k, values in columns.items()}
 
 
 def all_gather_dict(fabric: Fabric, mine: Mapping[int, V]) -> dict[int, V]:
