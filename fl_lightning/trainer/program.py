@@ -131,9 +131,9 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
     if last + 1 < len(trained):
         _, rows = _train(run, before, cohorts[: last + 1])
     again = Cohort.draw(run, cohort.t)
-    drawn, now = ((each.clients, [(ctx.lr, ctx.K) for ctx in each.contexts]) for each in (cohort, again))
+    drawn, redrawn = ((draw.clients, [(ctx.lr, ctx.K) for ctx in draw.contexts]) for draw in (cohort, again))
     ensure(
-        drawn == now,
+        drawn == redrawn,
         f"trainer.engine = {run.engine_name}: it draws several rounds ahead, but training has changed clients, steps "
         f"or learning rate of round {cohort.t}; make sampler and learning rate functions of the round, or use "
         "sequential",
@@ -173,21 +173,23 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     if run.rounds is None or run.rounds.engine is not engine:
         run.rounds = rounds_of(engine, store.w0, run.seed, run.fabric)
     run.rounds.agreed = False
-    drawn = [Drawn(of.clients, of.contexts, of.attendance.receivers, of.shares) for of in cohorts]
+    drawn = [Drawn(cohort.clients, cohort.contexts, cohort.attendance.receivers, cohort.shares) for cohort in cohorts]
     while drawn:
-        mine = [of.share(run.fabric.global_rank) for of in drawn]
-        clients, contexts = ([each for of in mine for each in getattr(of, name)] for name in ("clients", "contexts"))
+        mine = [round.share(run.fabric.global_rank) for round in drawn]
+        clients, contexts = (
+            [value for round in mine for value in getattr(round, name)] for name in ("clients", "contexts")
+        )
         minibatches, states = run.minibatch_table(clients, contexts), _rows(run, cohorts[: len(drawn)])
         table = Table(states, store.inits, store.w0)
         with engine.checked():
             results = [*run.rounds.train(drawn, minibatches, server, table)]
         # the only time that the rounds wait for local training
         read = torch.cat([result.numbers for result in results]).cpu()
-        columns = torch.split(read, [len(of.numbers) for of in results])
+        columns = torch.split(read, [len(result.numbers) for result in results])
         finite = [*takewhile(lambda numbers: float(numbers[0]) == 0, columns)]
         if len(finite) == len(results):
             rows = table.rows([k for k in states if store.owns(k)])
-            return [replace(of, numbers=numbers) for of, numbers in zip(results, finite, strict=True)], rows
+            return [replace(result, numbers=numbers) for result, numbers in zip(results, finite, strict=True)], rows
         drawn = drawn[: len(finite)]  # once more, for the rows before the first round that is not finite
     return [], {}
 

@@ -49,10 +49,10 @@ class Arrivals:
         self.run, self.cohort, self.results, self.like = run, cohort, results, like
         self.shapes = self._upload_shapes()
         for result in results:
-            found = {name: list(result.upload[name].shape) for name in self.shapes}
+            shapes = {name: list(result.upload[name].shape) for name in self.shapes}
             ensure(
-                found == self.shapes,  # a shorter one would be repeated in the sum
-                f"model = {type(run.objective).__name__}: client {result.client} uploads shapes {found}, the first "
+                shapes == self.shapes,  # a shorter one would be repeated in the sum
+                f"model = {type(run.objective).__name__}: client {result.client} uploads shapes {shapes}, the first "
                 f"client {self.shapes}; return the same shapes for every client",
             )
         names = run.objective.all_logs
@@ -78,8 +78,8 @@ class Arrivals:
     @property
     def contexts(self) -> dict[int, ClientContext]:
         """Context of each accepted client, by id, in cohort order."""
-        each = zip(self.cohort.clients, self.cohort.contexts, self.accepted, strict=True)
-        return {k: ctx for k, ctx, accepted in each if accepted}
+        clients = zip(self.cohort.clients, self.cohort.contexts, self.accepted, strict=True)
+        return {k: ctx for k, ctx, accepted in clients if accepted}
 
     def rows(self) -> dict[int, State]:
         """Returns the new states of the accepted clients that this process owns, by id."""
@@ -95,8 +95,8 @@ class Arrivals:
         """Returns a text that names a value that is not finite, for each of the first refused clients."""
         flat = self.run.objective.flat
         mine = {r.client: culprit({**r.state, **r.upload}, flat) for r in self.results if not r.finite}
-        found = [f"client {k}: {what}" for k, what in collectives.all_gather_dict(self.run.fabric, mine).items()]
-        return "; ".join([*found[:3], *["..."] * (len(found) > 3)])
+        reasons = [f"client {k}: {what}" for k, what in collectives.all_gather_dict(self.run.fabric, mine).items()]
+        return "; ".join([*reasons[:3], *["..."] * (len(reasons) > 3)])
 
     def summed_here(self) -> dict[int, Upload]:
         """Returns the uploads that this process sums, in cohort order: on rank 0 all, or on each process its own."""
@@ -128,12 +128,12 @@ def average(arrivals: Sequence[Arrivals], server: State, known: Mapping[str, Ten
         ctx: The phase's context.
     """
     run, shapes, like = arrivals[0].run, arrivals[0].shapes, arrivals[0].like
-    rule, accepted = run.aggregation, [of for each in arrivals for of in each.contexts.values()]
+    rule, accepted = run.aggregation, [context for wave in arrivals for context in wave.contexts.values()]
     uploads = rule.uploads(run.objective, accepted, ctx, like)
-    here = [(each.contexts[k], upload) for each in arrivals for k, upload in each.summed_here().items()]
+    here = [(wave.contexts[k], upload) for wave in arrivals for k, upload in wave.summed_here().items()]
     if not rule.by_rows or run.fabric.is_global_zero:
-        clients, arrived = [of for of, _ in here], [upload for _, upload in here]
-        refused = sum(len(each.refused) for each in arrivals)
+        clients, arrived = [context for context, _ in here], [upload for _, upload in here]
+        refused = sum(len(wave.refused) for wave in arrivals)
         rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, refused))
     collectives.reduce(run.fabric, uploads, rule.shapes(shapes, known), like, run.settings.deterministic)
     return uploads

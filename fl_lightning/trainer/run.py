@@ -54,9 +54,9 @@ class Callback(Checked, key="trainer.callbacks: {}"):
     _begins_as: Mapping[str, Any] = {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        made = super().__new__(cls)
-        made._made = args, kwargs
-        return made
+        callback = super().__new__(cls)
+        callback._made = args, kwargs
+        return callback
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -67,9 +67,9 @@ class Callback(Checked, key="trainer.callbacks: {}"):
 
     def reset(self) -> None:
         """Forgets an earlier run when a trainer begins one: calls the constructor once more with the same arguments."""
-        args, kwargs = made = self._made
+        args, kwargs = arguments = self._made
         vars(self).clear()
-        self._made = made
+        self._made = arguments
         type(self).__init__(self, *args, **kwargs)
 
     def begin(self, again: bool) -> None:
@@ -337,12 +337,12 @@ class Run(Experiment):
 
         Times have three digits, as nobody can repeat more of them.
         """
-        found, self.round_metrics = self.round_metrics, {}
-        logged = {key: float(f"{value:.3g}") if key.startswith("time/") else value for key, value in found.items()}
+        metrics, self.round_metrics = self.round_metrics, {}
+        logged = {key: float(f"{value:.3g}") if key.startswith("time/") else value for key, value in metrics.items()}
         published = {name: value for name, value in logged.items() if is_protected(name)} if self.private else logged
-        own = self.own_loggers if self.private else self.loggers
+        own_loggers = self.own_loggers if self.private else self.loggers
         for logger in self.loggers:
-            logger.log_metrics(metrics=logged if logger in own else published, step=self.rounds_done)
+            logger.log_metrics(metrics=logged if logger in own_loggers else published, step=self.rounds_done)
         return logged
 
     def call(self, hook: str, *arguments: Any, but: Sequence[str] = ()) -> None:

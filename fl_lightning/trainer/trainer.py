@@ -71,8 +71,8 @@ class FederatedTrainer(Settings):
         monitors: list[Callback] = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
         monitors += [EventLog()] if self.asynchronous else []
         self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)
-        given = [loggers] if isinstance(loggers, Logger) else loggers or ()
-        self.loggers: list[Logger] = [CSVLogger(), *(each for each in given if not isinstance(each, CSVLogger))]
+        extra = [loggers] if isinstance(loggers, Logger) else loggers or ()
+        self.loggers: list[Logger] = [CSVLogger(), *(logger for logger in extra if not isinstance(logger, CSVLogger))]
         self._begun = False
 
     @checked
@@ -196,10 +196,10 @@ class FederatedTrainer(Settings):
         resume.note_sources(self.run)
         if ckpt_path is not None:
             resume.restore(self.run, ckpt_path)
-        one, again = (model.lr(self.run.round_context(0)) for _ in range(2))
+        rate, again = (model.lr(self.run.round_context(0)) for _ in range(2))
         ensure(
-            one == again,
-            f"model.optimizer: gives the rate of round 1 as {one}, and {again} when it is asked again; make it a "
+            rate == again,
+            f"model.optimizer: gives the rate of round 1 as {rate}, and {again} when it is asked again; make it a "
             "function of the round",
         )
         if kind == "federated":
