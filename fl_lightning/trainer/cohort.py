@@ -159,16 +159,20 @@ class Cohort:
 
     def only(self, arrived: Collection[int]) -> Cohort:
         """Returns the cohort of one process after all but some of its clients have dropped out."""
-        here = {k: ctx for k, ctx in zip(self.clients, self.contexts, strict=True) if k in arrived}
-        dropped = [k for k in self.clients if k not in here]
+        contexts = {k: ctx for k, ctx in zip(self.clients, self.contexts, strict=True) if k in arrived}
+        dropped = [k for k in self.clients if k not in contexts]
         attendance = replace(
             self.attendance,
-            steps={k: self.attendance.steps[k] for k in here},
+            steps={k: self.attendance.steps[k] for k in contexts},
             dropped=[*self.attendance.dropped, *dropped],
             late=[k for k in self.attendance.late if k not in dropped],
         )
         return replace(
-            self, clients=[*here], contexts=[*here.values()], shares=[[*range(len(here))]], attendance=attendance
+            self,
+            clients=[*contexts],
+            contexts=[*contexts.values()],
+            shares=[[*range(len(contexts))]],
+            attendance=attendance,
         )
 
     def arrived(self, result: LocalResult, known: State, seed: int) -> LocalResult:

@@ -138,9 +138,9 @@ class Evaluator:
             sums += torch.stack([losses.sum().to(sums.dtype), sums.new_full((), len(y))])
             scores[""].update(z, y)
             for part, mask in parts.items():
-                if len(mine := mask[rows].nonzero()[:, 0]):
-                    here = to_device(mine, y.device)
-                    scores[part].update(z[here], y[here])
+                if len(indices := mask[rows].nonzero()[:, 0]):
+                    selected = to_device(indices, y.device)
+                    scores[part].update(z[selected], y[selected])
         if buffers is not None and before is not None:
             buffers.load(self.objective.net, before)
         sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))

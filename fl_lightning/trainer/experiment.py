@@ -78,10 +78,10 @@ class Experiment:
         data.setup("fit")
         data.to(self.fabric.device)
         self.mean_samples = float(data.client_sizes.double().mean())
-        named = (*objective.net.named_parameters(), *objective.net.named_buffers())
-        odd = ", ".join([name for name, value in named if value.is_inference()][:3])
+        tensors = (*objective.net.named_parameters(), *objective.net.named_buffers())
+        inference_names = ", ".join([name for name, value in tensors if value.is_inference()][:3])
         net = type(objective.net).__name__
-        ensure(not odd, f"model.net = {net}: {odd} of torch.inference_mode(); make it outside")
+        ensure(not inference_names, f"model.net = {net}: {inference_names} of torch.inference_mode(); make it outside")
         objective.flat.check(objective.net)
         objective.to(device=self.fabric.device, dtype=self.dtype)
         self.net, frozen = FlatNet(objective.net), constants(objective.net)
@@ -93,10 +93,10 @@ class Experiment:
             buffers.take(objective.net)
             buffers.first = self.fabric.broadcast(buffers.first.cpu()).to(self.fabric.device, self.dtype)
         self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
-        slow = settings.faults.stragglers
+        stragglers = settings.faults.stragglers
         shortens = settings.clock is not None and settings.clock.shortens
-        fewer = shortens or (slow is not None and slow.late == "partial")
-        steps = None if fewer else settings.local_steps
+        fewer_steps = shortens or (stragglers is not None and stragglers.late == "partial")
+        steps = None if fewer_steps else settings.local_steps
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
         self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
         if self.aggregation.noise_key is not None:  # every process draws the cohorts

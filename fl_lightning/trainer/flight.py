@@ -129,8 +129,8 @@ class Flight:
                 self.now = min(self._tasks[0].end, tick)
 
     def _arrive(self, task: Task) -> None:
-        staleness, most = self.t - task.version, self.rule.max_staleness
-        late = most is not None and staleness > most
+        staleness, limit = self.t - task.version, self.rule.max_staleness
+        late = limit is not None and staleness > limit
         kind = "lost" if task.lost else "late" if late else "arrival"
         self.events.append(Event(self.t + 1, self.now, kind, task.client, task.version, staleness))
         if kind == "arrival":
@@ -206,7 +206,7 @@ def is_flight(saved: Mapping[str, Any], run: Experiment, steps: int, shapes: Map
     """Returns whether the `RunState.training` of a checkpoint is what an asynchronous run has left.
 
     Args:
-        saved: It.
+        saved: That value.
         run: The run that goes on.
         steps: Steps of its server so far.
         shapes: Shapes of the server's state.

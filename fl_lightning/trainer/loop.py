@@ -117,8 +117,8 @@ def train(
             while jobs:
                 job_counts = {run: len(jobs[run]) for run in _together([run for run in runs if run in jobs])}
                 own_numbers = _own_numbers(runs)
-                todo = [replace(job, settings=own_numbers[run]) for run in job_counts for job in jobs[run]]
-                results = iter(runs[0].engine.train(todo))
+                all_jobs = [replace(job, settings=own_numbers[run]) for run in job_counts for job in jobs[run]]
+                results = iter(runs[0].engine.train(all_jobs))
                 if len(job_counts) > 1:  # what breaks one run off leaves the results of the others
                     results = iter(list(results))
                 for run, count in job_counts.items():
@@ -145,15 +145,15 @@ def _own_numbers(runs: Sequence[Run]) -> dict[Run, Mapping[str, float]]:
         UserError: If they differ in other settings of local training: all train by the objective of the first run.
     """
     first, *others = [run.objective.local_settings() for run in runs]
-    differ = {name for settings in others for name, v in settings.items() if v != first.get(name)} | {*runs[0].varied}
+    names = {name for settings in others for name, v in settings.items() if v != first.get(name)} | {*runs[0].varied}
     numbers = {run: run.objective.local_numbers() for run in runs}
-    fixed = [name for name in differ if name not in numbers[runs[0]]]
+    fixed = [name for name in names if name not in numbers[runs[0]]]
     ensure(
         not fixed,
         f"model.{', '.join(fixed)}: runs of one program must have the same, and a callback has changed it in some of "
         "them; start them one by one",
     )
-    return {run: {name: values[name] for name in differ} for run, values in numbers.items()}
+    return {run: {name: values[name] for name in names} for run, values in numbers.items()}
 
 
 def _break_off(steps: Sequence[Steps], error: BaseException) -> None:

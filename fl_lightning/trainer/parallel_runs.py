@@ -110,8 +110,8 @@ def start(
     names, runs = differing(models), list[Run]()
     for trainer, model, ckpt_path in zip(trainers, models, ckpt_paths, strict=True):
         varied = {name: float(attrgetter(name)(model)) for name in names}
-        shown = [c for c in trainer.callbacks if trainer is first or not isinstance(c, Progress)]
-        runs.append(trainer.start(model, datamodule, ckpt_path, varied=varied, callbacks=shown))
+        own_callbacks = [c for c in trainer.callbacks if trainer is first or not isinstance(c, Progress)]
+        runs.append(trainer.start(model, datamodule, ckpt_path, varied=varied, callbacks=own_callbacks))
     ensure(
         len({run.frozen for run in runs}) <= 1,
         "model.net: its frozen parameters differ between the runs, and one program has one net; start them one by one",

@@ -87,8 +87,8 @@ class Arrivals:
         if not store.inits:
             return {}
         new = {r.client: r.state.only(store.inits) for r in self.results if r.client not in refused}
-        back = {k: (rank, owner) for k, (owner, rank) in self.cohort.moves.items() if k not in refused}
-        received = collectives.exchange(self.run.fabric, back, new, store.shapes, self.like)
+        moves_back = {k: (rank, owner) for k, (owner, rank) in self.cohort.moves.items() if k not in refused}
+        received = collectives.exchange(self.run.fabric, moves_back, new, store.shapes, self.like)
         return {k: row for k, row in new.items() if store.owns(k)} | {k: State(row) for k, row in received.items()}
 
     def reasons(self) -> str:
@@ -100,14 +100,14 @@ class Arrivals:
 
     def summed_here(self) -> dict[int, Upload]:
         """Returns the uploads that this process sums, in cohort order: on rank 0 all, or on each process its own."""
-        fabric, here, accepted = self.run.fabric, {r.client: r.upload for r in self.results}, [*self.contexts]
+        fabric, uploads, accepted = self.run.fabric, {r.client: r.upload for r in self.results}, [*self.contexts]
         if self.run.settings.deterministic and fabric.world_size > 1:
             trainers = self.cohort.trainers
-            here |= collectives.exchange(
-                fabric, {k: (trainers[k], 0) for k in accepted if trainers[k]}, here, self.shapes, self.like
+            uploads |= collectives.exchange(
+                fabric, {k: (trainers[k], 0) for k in accepted if trainers[k]}, uploads, self.shapes, self.like
             )
             accepted = accepted if fabric.is_global_zero else []
-        return {k: here[k] for k in accepted if k in here}
+        return {k: uploads[k] for k in accepted if k in uploads}
 
     def _upload_shapes(self) -> dict[str, list[int]]:
         """Returns the shapes; rank 0, which trains a client of every cohort, broadcasts them once a run."""
@@ -130,9 +130,9 @@ def average(arrivals: Sequence[Arrivals], server: State, known: Mapping[str, Ten
     run, shapes, like = arrivals[0].run, arrivals[0].shapes, arrivals[0].like
     rule, accepted = run.aggregation, [context for wave in arrivals for context in wave.contexts.values()]
     uploads = rule.uploads(run.objective, accepted, ctx, like)
-    here = [(wave.contexts[k], upload) for wave in arrivals for k, upload in wave.summed_here().items()]
+    pairs = [(wave.contexts[k], upload) for wave in arrivals for k, upload in wave.summed_here().items()]
     if not rule.by_rows or run.fabric.is_global_zero:
-        clients, arrived = [context for context, _ in here], [upload for _, upload in here]
+        clients, arrived = [context for context, _ in pairs], [upload for _, upload in pairs]
         refused = sum(len(wave.refused) for wave in arrivals)
         rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, refused))
     collectives.reduce(run.fabric, uploads, rule.shapes(shapes, known), like, run.settings.deterministic)

@@ -82,7 +82,7 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
         "kind": run.kind,
         "identity": _identity(run),
         "config": flatten(run.config),
-        # those that have changed since the run was made: the first value and that of now, by name
+        # those that have changed since the run was made: the first and the current value, by name
         "settings": {
             n: [first[n], current]
             for n, current in objective.named_settings().items()
@@ -200,14 +200,14 @@ def _take_noise_key(run: Run, path: Path, content: Mapping[str, Any], resume: bo
 
 def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bool) -> None:
     """Checks that the tensors fit the run."""
-    clients, kept = content["clients"], run.clients
+    clients, store = content["clients"], run.clients
     ids = torch.cat([clients["ids"], *([clients["file"]["ids"]] if clients["file"] else [])])
     shapes = {name: tuple(value.shape) for name, value in content["server"].items()}
-    rows = {name: (len(clients["ids"]), *shape) for name, shape in kept.shapes.items()} if len(clients["ids"]) else {}
+    rows = {name: (len(clients["ids"]), *shape) for name, shape in store.shapes.items()} if len(clients["ids"]) else {}
     resumes = same_data and run.settings.asynchronous is not None and content["round"] > 0
     for what, fits in (
         ("server", shapes == {name: tuple(value.shape) for name, value in run.server.items()}),
-        ("clients.w0", clients["w0"].shape == kept.w0.shape),
+        ("clients.w0", clients["w0"].shape == store.w0.shape),
         ("clients.ids", len(torch.unique(ids)) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
         ("clients.rows", not same_data or {n: tuple(value.shape) for n, value in clients["rows"].items()} == rows),
         ("training", not resumes or is_flight(content["training"], run, content["round"], shapes)),
@@ -259,7 +259,7 @@ LEFT_OUT = {
     "accelerator", "strategy", "devices", "num_nodes", "engine", "callbacks", "loggers", "enable_progress_bar",
     "default_root_dir",
 }  # fmt: skip
-"""Settings of which the digest has what became of them, whose objects change during a run, or that are of output."""
+"""Settings of which the digest has the outcome, whose objects change during a run, or that concern output."""
 
 
 def digest(run: Run, engine: EngineName) -> str:

@@ -152,10 +152,10 @@ class Stopwatch:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What is done within it, by no callback, does not count."""
-        at, cpu_at = time.perf_counter(), time.process_time()
+        started, cpu_started = time.perf_counter(), time.process_time()
         yield
-        self._started += time.perf_counter() - at
-        self._cpu_started += time.process_time() - cpu_at
+        self._started += time.perf_counter() - started
+        self._cpu_started += time.process_time() - cpu_started
 
     def spent(
         self, cohort: Cohort, bits: int, steps: int, passes: int, training_s: float, rounds: int = 1
@@ -219,8 +219,8 @@ class Phase:
         if not of.perturb:
             self.sent = self.current = self.sent.replace(w=of.server.w)
         if self.ctx.t < self.now.t:
-            old = self.run.state.training["sent"][self.ctx.t]
-            self.sent = State({name: value.to(of.server.w) for name, value in old.items()})
+            saved = self.run.state.training["sent"][self.ctx.t]
+            self.sent = State({name: value.to(of.server.w) for name, value in saved.items()})
 
     def send(self) -> list[Job]:
         """Returns this process's share of local training.
@@ -253,10 +253,10 @@ class Phase:
         Raises:
             UserError: If a client uploads another shape than the others.
         """
-        taken = [self._take(result) for result in self._clocked(results)]
-        if len(taken) < len(self.cohort.shares[self.run.fabric.global_rank]):
-            self.cohort = self.cohort.only([result.client for result in taken])
-        arrivals = Arrivals(self.run, self.cohort, taken, self.sent.w)
+        arrived = [self._take(result) for result in self._clocked(results)]
+        if len(arrived) < len(self.cohort.shares[self.run.fabric.global_rank]):
+            self.cohort = self.cohort.only([result.client for result in arrived])
+        arrivals = Arrivals(self.run, self.cohort, arrived, self.sent.w)
         self._count(arrivals.refused)
         if self.alone:
             self.round.rows_before, self.round.rows = self.round.rows, self.round.rows | arrivals.rows()

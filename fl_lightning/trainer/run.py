@@ -62,8 +62,8 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         super().__init_subclass__(**kwargs)
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         for name in (name for name in vars(cls) if name.startswith("on_") and name not in hooks):
-            meant = " or ".join(similar(name, hooks) or hooks)
-            rank_zero_warn(f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean {meant}?")
+            suggestions = " or ".join(similar(name, hooks) or hooks)
+            rank_zero_warn(f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean {suggestions}?")
 
     def reset(self) -> None:
         """Forgets an earlier run when a trainer begins one: calls the constructor once more with the same arguments."""
@@ -73,7 +73,7 @@ class Callback(Checked, key="trainer.callbacks: {}"):
         type(self).__init__(self, *args, **kwargs)
 
     def begin(self, again: bool) -> None:
-        """Takes the state with which it began its first run; of the same trainer, it is made again before."""
+        """Takes the state with which it began its first run; for another run of one trainer it is made again first."""
         if again:
             self.reset()
         if self._begins_as:

@@ -321,18 +321,18 @@ def check_fit(run: Run) -> None:
 
 def _check_in_place(run: Run, x: Inputs) -> None:
     """Checks that the net's forward changes neither its weights, which are the server's, nor its input."""
-    net, few = run.objective.net, map_tensors(lambda v: v[:2].clone(), x)
+    net, samples = run.objective.net, map_tensors(lambda v: v[:2].clone(), x)
     versions = [p._version for p in net.parameters()]
-    run.evaluator.logits(run.server.w, few)
+    run.evaluator.logits(run.server.w, samples)
     ensure(
         versions == [p._version for p in net.parameters()],
         f"model.net = {type(net).__name__} changes its own weights in forward, as nn.Embedding(max_norm=...) does; "
         "they are the server's, too: leave it out",
     )
-    once = named_tensors(map_tensors(torch.clone, few), "")
-    run.evaluator.logits(run.server.w, few)
+    originals = named_tensors(map_tensors(torch.clone, samples), "")
+    run.evaluator.logits(run.server.w, samples)
     ensure(
-        all(torch.equal(v, once[name]) for name, v in named_tensors(few, "").items()),
+        all(torch.equal(v, originals[name]) for name, v in named_tensors(samples, "").items()),
         f"model.net = {type(net).__name__} changes its input in place, which a step of SAM uses twice; compute new "
         "tensors, as x - 1 in place of x.sub_(1)",
     )

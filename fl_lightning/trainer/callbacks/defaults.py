@@ -163,8 +163,8 @@ class Progress(Callback):
         ]
         table = filled(["round", *map(title, self._columns)], rows, left=0, box=None)
         first, *more = fitting(table, self.console.width)
-        left = ", ".join(str(column.header) for part in more for column in part.columns[1:])
-        return Group(first, *([f"too wide, see {FILE}: {left}"] if left else []), self._bar)
+        hidden = ", ".join(str(column.header) for part in more for column in part.columns[1:])
+        return Group(first, *([f"too wide, see {FILE}: {hidden}"] if hidden else []), self._bar)
 
 
 def _print_how_to_continue(run: Run) -> None:
@@ -246,9 +246,9 @@ def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
             given twice.
     """
     accepted = [_accepted(callback) for callback in callbacks]
-    for once in (Checkpoints, Curves, Progress, Results):
-        many = sum(isinstance(callback, once) for callback in accepted)
-        ensure(many <= 1, f"trainer.callbacks: {once.__name__} is there {many} times; give it once")
+    for singleton in (Checkpoints, Curves, Progress, Results):
+        count = sum(isinstance(callback, singleton) for callback in accepted)
+        ensure(count <= 1, f"trainer.callbacks: {singleton.__name__} is there {count} times; give it once")
     needed = (Results, Checkpoints, *((Curves, Progress) if progress else (Ending,)))
     accepted += [default() for default in needed if not any(isinstance(callback, default) for callback in accepted)]
     # measurements come first; Progress shows what Results has written; Checkpoints saves when the others have run
@@ -311,10 +311,10 @@ class Curves(Callback):
 
     @rank_zero_only
     def on_fit_end(self, run: Run) -> None:
-        drawn = {"curves": plot_curves({run.folder.name: run.folder.metrics})}
+        figures = {"curves": plot_curves({run.folder.name: run.folder.metrics})}
         if clients := read_clients(run.folder.path):
-            drawn["clients"] = plot_clients({run.folder.name: [clients]})
-        for name, figure in drawn.items():
+            figures["clients"] = plot_clients({run.folder.name: [clients]})
+        for name, figure in figures.items():
             _, png = save_figure(figure, run.folder.path / name)
             for logger in run.own_loggers:
                 logger.log_figure(name, png, run.rounds_done)

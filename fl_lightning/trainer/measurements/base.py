@@ -110,8 +110,8 @@ class MeasurementContext:
             return self.share("test"), len(data.y_test), "test set"
         chosen = data.sample_indices(samples, self.run.seed)
         complete = len(chosen) == int(data.client_sizes.sum())
-        what = "training data of all clients"
-        return self.share(chosen), len(chosen), what if complete else f"{what}, stratified sample"
+        description = "training data of all clients"
+        return self.share(chosen), len(chosen), description if complete else f"{description}, stratified sample"
 
     def union(self, clients: Sequence[int]) -> tuple[Batches, int, str]:
         """Returns the data of some clients, as `train` does."""
@@ -278,8 +278,8 @@ def local_models(run: Run, clients: Sequence[int], on_result: Callable[[LocalRes
         on_result: Called with each finite result of the last phase on this process.
         at_once: Clients of a block, which is the cohort of an algorithm with several phases.
     """
-    for at in range(0, len(clients), at_once):
-        for phase in _next_round(run, clients[at : at + at_once], on_result).phases():
+    for start in range(0, len(clients), at_once):
+        for phase in _next_round(run, clients[start : start + at_once], on_result).phases():
             results = run.engine.train(phase.send())
             if phase.last:
                 phase.observe(results)

@@ -207,14 +207,14 @@ class ClientEvaluation(Measure):
         measurements += _measurements(run, UNSEEN, unseen, "models of clients that have not trained", test_data.what)
         if self.adapt_epochs and unseen:
             adapted = _adapted(run, [*unseen], test_data, at_once, self.adapt_epochs)
-            what = f"models of clients that have not trained, after {self.adapt_epochs} epochs of what stays"
-            measurements += _measurements(run, ADAPTED, adapted, what, test_data.what)
+            model = f"models of clients that have not trained, after {self.adapt_epochs} epochs of what stays"
+            measurements += _measurements(run, ADAPTED, adapted, model, test_data.what)
         if local:
             measurements += _measurements(run, LOCAL, local, "local models of the next round", test_data.what)
             gap = sum(local[k][0] - {**scores, **unseen}[k][0] for k in local) / len(local)
-            what = f"{test_data.what}, {len(local)} clients"
+            description = f"{test_data.what}, {len(local)} clients"
             measurements.append(
-                Measurement(name=f"{LOCAL}/{metric}_gap", value=gap, model="local minus global", data=what)
+                Measurement(name=f"{LOCAL}/{metric}_gap", value=gap, model="local minus global", data=description)
             )
         return measurements
 
@@ -253,7 +253,7 @@ def evaluate(run: Run, split: Split) -> dict[str, float]:
 
 
 def _own(run: Run, clients: Sequence[int], test_data: ClientData) -> tuple[Scores, Scores]:
-    """Evaluates each client's own model; those of clients that have trained, and of the others."""
+    """Returns the scores of the clients' own models: of clients that have trained, and of the others."""
     mine: dict[int, tuple[Score, bool]] = {}
     for k in filter(run.clients.owns, clients):
         state = run.clients.get(k, run.server.w, {})
@@ -286,20 +286,20 @@ def _local(run: Run, clients: Sequence[int], test_data: ClientData, at_once: int
 def _adapted(run: Run, clients: Sequence[int], test_data: ClientData, at_once: int, epochs: int) -> Scores:
     """Evaluates clients after training by themselves, of which nothing is kept."""
     mine: dict[int, Score] = {}
-    for at in range(0, len(clients), at_once):
-        cohort = Cohort.of(run, clients[at : at + at_once], run.next_round).alone(run, epochs)
+    for start in range(0, len(clients), at_once):
+        cohort = Cohort.of(run, clients[start : start + at_once], run.next_round).alone(run, epochs)
         phase = Phase(Round(run, cohort, partial(_add, run, mine, test_data)), cohort)
         phase.observe(run.engine.train(phase.send()))
     return collectives.all_gather_dict(run.fabric, mine)
 
 
-def _measurements(run: Run, place: str, scores: Scores, model: str, what: str) -> list[Measurement]:
+def _measurements(run: Run, place: str, scores: Scores, model: str, description: str) -> list[Measurement]:
     """Returns the statistics of scores over clients, none without clients."""
     if not scores:
         return []
     name, samples = run.data.metric()[0], [int(run.data.client_sizes[k]) for k in scores]
     metrics, losses = ([score[i] for score in scores.values()] for i in (0, 1))
-    data = f"{what}, {len(scores)} clients"
+    data = f"{description}, {len(scores)} clients"
     values = {
         **{f"{name}{end}": x for end, x in statistics(metrics, samples, run.directions[name]).items()},
         "loss": sum(losses) / len(losses),

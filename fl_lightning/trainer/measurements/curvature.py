@@ -278,8 +278,8 @@ class GlobalCurvature(CurvatureMeasure):
         Raises:
             Interrupted: On KeyboardInterrupt; ``partial`` holds the measurements from the partial result.
         """
-        batches, n, what = context.train(self.samples, self.split)
-        common: dict[str, Any] = {"data": what, "samples": n}
+        batches, n, description = context.train(self.samples, self.split)
+        common: dict[str, Any] = {"data": description, "samples": n}
         shared, measured = context.run.objective.shared, list[Measurement]()
         function = self.function(context.loss(batches)) if shared is None else {}
         for block in self.blocks(context.run):

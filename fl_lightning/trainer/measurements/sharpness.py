@@ -82,14 +82,19 @@ class Discrepancy(LocalMean):
         self.add(sharpness(**local_loss(run, result.client, result.w), rho=self.rho, steps=self.steps), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        batches, n, what = context.train(self.samples)
+        batches, n, description = context.train(self.samples)
         after = context.new if self._after is None else self._after
         rise = sharpness(**context.loss(batches, after), rho=self.rho, steps=self.steps)
         end = "" if self.clients == "cohort" else "_all"
         common: dict[str, Any] = {"iterations": self.steps, "settings": {"rho": self.rho, "steps": self.steps}}
         measurements = [
             Measurement(
-                name=f"sharpness_global{end}", value=rise, model="aggregated model", data=what, samples=n, **common
+                name=f"sharpness_global{end}",
+                value=rise,
+                model="aggregated model",
+                data=description,
+                samples=n,
+                **common,
             )
         ]
         local, m = self.mean(context)
@@ -104,7 +109,7 @@ class Discrepancy(LocalMean):
                     name=f"discrepancy{end}",
                     value=abs(rise - local),
                     model="aggregated and local models",
-                    data=f"S_i on {own_data} ({m:,}), S on {what}",
+                    data=f"S_i on {own_data} ({m:,}), S on {description}",
                     samples=n,
                     **common,
                 ),
@@ -142,9 +147,9 @@ class Sharpness(Measure):
         prefix = "sharpness" if self.eta is None else "adaptive_sharpness"
         settings = {"rho": self.rho, "steps": self.steps} | ({} if self.eta is None else {"eta": self.eta})
         for clients in self.data if context.cohort else ["all"]:
-            batches, n, what = context.train(self.samples) if clients == "all" else context.union(context.cohort)
+            batches, n, description = context.train(self.samples) if clients == "all" else context.union(context.cohort)
             rise = sharpness(**context.loss(batches), rho=self.rho, steps=self.steps, eta=self.eta)
-            common: dict[str, Any] = {"data": what, "samples": n, "iterations": self.steps, "settings": settings}
+            common: dict[str, Any] = {"data": description, "samples": n, "iterations": self.steps, "settings": settings}
             measurements.append(Measurement(name=f"{prefix}_{clients}", value=rise, **common))
         return measurements
 
@@ -182,7 +187,7 @@ class LPF(Measure):
         self.sigma, self.draws, self.scale, self.samples = sigma, draws, scale, samples
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        batches, n, what = context.train(self.samples)
+        batches, n, description = context.train(self.samples)
         estimate = lpf(
             **context.loss(batches), sigma=self.sigma, draws=self.draws, scale=self.scale, seed=context.run.seed
         )
@@ -190,7 +195,7 @@ class LPF(Measure):
             Measurement(
                 name="lpf" if self.scale == "none" else "lpf_filter",
                 value=estimate.value,
-                data=what,
+                data=description,
                 samples=n,
                 error=estimate.error,
                 iterations=self.draws,
@@ -212,14 +217,16 @@ class CohortLoss(LocalMean):
         self.add(mean_loss(**local_loss(run, result.client, result.w)), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        batches, n, what = context.union(context.cohort)
+        batches, n, description = context.union(context.cohort)
         before, after = (mean_loss(**context.loss(batches, state)) for state in (context.old, context.new))
         local, m = self.mean(context)
         rows = (
             ("loss_drop_cohort", before - after, "models before and after the round"),
             *([("loss_gap", abs(after - local), "aggregated and local models")] if m else []),
         )
-        return [Measurement(name=name, value=value, model=model, data=what, samples=n) for name, value, model in rows]
+        return [
+            Measurement(name=name, value=value, model=model, data=description, samples=n) for name, value, model in rows
+        ]
 
 
 def default_measures(objective: LocalObjective | None = None) -> list[Measure]:
@@ -253,8 +260,8 @@ class _Moved:
 class CriticalSharpness(Measure):
     """``critical_sharpness``: 2 / η_c, where the loss is back at its value after a step η_c along a direction.
 
-    By forward passes alone (arXiv:2601.16979); see `fl_lightning.flatness.critical_rate`. The loss is that of a fixed
-    sample. The directions D, all in units of a gradient:
+    A search takes forward passes only (arXiv:2601.16979); see `fl_lightning.flatness.critical_rate`. The loss is that of a
+    fixed sample. The directions D, all in units of a gradient:
 
     - gradient: that of the sample, at the global model. For a quadratic at most λ_max.
     - server: ``(w^t - w^{t+1}) / (η K)``, at w^t; the name ends in ``_server``.
@@ -311,9 +318,9 @@ class CriticalSharpness(Measure):
         return critical_rate(**at, direction=direction, first=first, highest=most, slope=slope, tol=self.tol)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        batches, n, what = context.train(self.samples)
+        batches, n, description = context.train(self.samples)
         fabric, data = context.run.fabric, context.run.data
-        common: dict[str, Any] = {"samples": n, "data": what, "settings": {"tol": self.tol}}
+        common: dict[str, Any] = {"samples": n, "data": description, "settings": {"tol": self.tol}}
         k_lr = collectives.all_gather_dict(fabric, self._k_lr)
         moved = collectives.all_gather_dict(fabric, self._moved)
         self._moved, self._k_lr = {}, {}

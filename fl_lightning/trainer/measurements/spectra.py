@@ -62,8 +62,8 @@ class Spectrum(GlobalCurvature):
         groups = [block.parameters for block in self.blocks(run)]
         d = min(sum(sizes[name] for name in matching(spec.names, group or shared or ["*"])) for group in groups)
         all_weights = "the net" if shared is None else "the shared part"
-        what = "a layer" if self.by_layer else all_weights if self.parameters is None else "the group"
-        require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"{what} has {d} weights; give at most {d}")
+        scope = "a layer" if self.by_layer else all_weights if self.parameters is None else "the group"
+        require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"{scope} has {d} weights; give at most {d}")
 
     def estimate(self, matrix: Matrix, **options: Any) -> flatness.Spectrum:
         """Returns the spectrum."""

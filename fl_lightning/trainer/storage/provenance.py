@@ -64,10 +64,10 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
         UserError: If the file of a resumed run is damaged.
     """
     path = folder / FILE
-    kept = read_json(path, {"starts": list[dict[str, Any]], "changes": dict[str, str]}, _signed([], {}))
-    starts, changes = kept["starts"], kept["changes"]
+    content = read_json(path, {"starts": list[dict[str, Any]], "changes": dict[str, str]}, _signed([], {}))
+    starts, changes = content["starts"], content["changes"]
     ensure(
-        kept == _signed(starts, changes),
+        content == _signed(starts, changes),
         f"{path}: not as the run has written it; restore it, or remove it to go on without",
     )
     codes = {"working folder": _code(Path.cwd()), "package": package()}
@@ -152,9 +152,9 @@ def digest_of_files(config: Any) -> str:
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix and STDLIB not in path.parents and not {"site-packages", "dist-packages"} & {*path.parts}:
             sources.add(path)
-    named = {Path(text) for text in map(str, leaves(config)) if os.path.isfile(text)}
+    named_files = {Path(text) for text in map(str, leaves(config)) if os.path.isfile(text)}
     digest = sha256() if hasattr(main, "__file__") else sha256(os.urandom(32))
-    for path in [*sorted(sources), *sorted(named)]:
+    for path in [*sorted(sources), *sorted(named_files)]:
         with suppress(OSError), path.open("rb") as file:
             digest.update(file_digest(file, "sha256").digest())
     return digest.hexdigest()
@@ -200,10 +200,10 @@ def _git(folder: Path, *args: str) -> str:
     """Returns the output of git in a folder; nothing if it fails or takes too long."""
     command, quiet = ["git", "-C", str(folder), *args], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, env=quiet, text=True, errors="replace",
             timeout=GIT_SECONDS,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return process.stdout if process.returncode == 0 else ""

@@ -123,18 +123,18 @@ class RowFile:
         """Transfers the bytes of whole rows by preadv or pwritev, in as many calls as it takes."""
         offset = position * self.size
         while len(content):
-            done = call(self.fd, [content], offset)
-            if not done:
+            transferred = call(self.fd, [content], offset)
+            if not transferred:
                 raise OSError(errno.EIO, "the file is cut short")
-            content, offset = content[done:], offset + done
+            content, offset = content[transferred:], offset + transferred
 
     @contextmanager
-    def _in_one_line(self, done: str) -> Iterator[None]:
+    def _in_one_line(self, action: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise UserError(
-                f"{self.path}: cannot be {done} ({error.strerror}); check the disk and resume from the last "
+                f"{self.path}: cannot be {action} ({error.strerror}); check the disk and resume from the last "
                 "checkpoint, or keep the rows in memory (trainer.client_memory)"
             ) from None
 
@@ -220,10 +220,10 @@ def as_array(values: Collection[int]) -> Bytes:
     return np.fromiter(values, np.int64, len(values))
 
 
-def _runs(positions: Bytes, most: int) -> Iterator[Bytes]:
+def _runs(positions: Bytes, longest: int) -> Iterator[Bytes]:
     """Divides ascending positions into runs of consecutive ones, of limited length."""
     for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
-        yield from (run[at : at + most] for at in range(0, len(run), most))
+        yield from (run[start : start + longest] for start in range(0, len(run), longest))
 
 
 def _read_pins(path: Path) -> dict[str, Bytes]:

@@ -141,10 +141,10 @@ class RunFolder:
             UserError: If a line is not as it was written, or a file is missing.
         """
         checksums = self.checksums(rounds)
-        for name, known in saved.items():
+        for name, checksum in saved.items():
             problem = "a line is not as the run has written it" if name in checksums else "missing"
             ensure(
-                checksums.get(name) in (known, 0),
+                checksums.get(name) in (checksum, 0),
                 f"{self.path / name}: {problem}; restore the file, or give an empty one to go on without its lines",
             )
 
