@@ -260,8 +260,8 @@ class _Moved:
 class CriticalSharpness(Measure):
     """``critical_sharpness``: 2 / η_c, where the loss is back at its value after a step η_c along a direction.
 
-    A search takes forward passes only (arXiv:2601.16979); see `fl_lightning.flatness.critical_rate`. The loss is that of a
-    fixed sample. The directions D, all in units of a gradient:
+    A search takes forward passes only (arXiv:2601.16979); see `fl_lightning.flatness.critical_rate`. The loss is that
+    of a fixed sample. The directions D, all in units of a gradient:
 
     - gradient: that of the sample, at the global model. For a quadratic at most λ_max.
     - server: ``(w^t - w^{t+1}) / (η K)``, at w^t; the name ends in ``_server``.
