@@ -61,15 +61,19 @@ class Cohort:
     def _landed(cls, run: Run, flight: Flight, timing: Timing) -> Cohort:
         waves = list[list[Task]]()
         for task in flight.arrived:
-            if not waves or waves[-1][0].version != task.version or task.client in [of.client for of in waves[-1]]:
+            if (
+                not waves
+                or waves[-1][0].version != task.version
+                or task.client in [member.client for member in waves[-1]]
+            ):
                 waves.append([])
             waves[-1].append(task)
         cohorts = list[Cohort]()
         for number, wave in enumerate(waves):
-            of = cls.of(run, [task.client for task in wave], wave[0].version)
-            contexts = [replace(ctx, drawn=task.draw) for ctx, task in zip(of.contexts, wave, strict=True)]
-            times = {k: timing.spent(k, K) for k, K in of.attendance.steps.items()}
-            attendance = replace(of.attendance, receivers=0, times=times, seconds=None)
+            cohort = cls.of(run, [task.client for task in wave], wave[0].version)
+            contexts = [replace(ctx, drawn=task.draw) for ctx, task in zip(cohort.contexts, wave, strict=True)]
+            times = {k: timing.spent(k, K) for k, K in cohort.attendance.steps.items()}
+            attendance = replace(cohort.attendance, receivers=0, times=times, seconds=None)
             if not number:
                 failed = flight.failed
                 attendance = replace(
@@ -77,10 +81,13 @@ class Cohort:
                 )
             waits = number + 1 < len(waves)
             faults = run.settings.faults
-            cohorts.append(replace(of, contexts=contexts, attendance=attendance, faults=faults, waits=waits))
-        clients, contexts = [task.client for task in flight.arrived], [ctx for of in cohorts for ctx in of.contexts]
-        whole = replace(cohorts[0], t=flight.t, asked=len(clients), clients=clients, contexts=contexts)
-        return replace(whole, flight=flight, waves=tuple(cohorts))
+            cohorts.append(replace(cohort, contexts=contexts, attendance=attendance, faults=faults, waits=waits))
+        clients, contexts = (
+            [task.client for task in flight.arrived],
+            [ctx for cohort in cohorts for ctx in cohort.contexts],
+        )
+        union = replace(cohorts[0], t=flight.t, asked=len(clients), clients=clients, contexts=contexts)
+        return replace(union, flight=flight, waves=tuple(cohorts))
 
     @classmethod
     def drawn(cls, run: Run, t: int) -> Cohort:
@@ -152,16 +159,20 @@ class Cohort:
 
     def only(self, arrived: Collection[int]) -> Cohort:
         """Returns the cohort of one process after all but some of its clients have dropped out."""
-        here = {k: ctx for k, ctx in zip(self.clients, self.contexts, strict=True) if k in arrived}
-        dropped = [k for k in self.clients if k not in here]
+        contexts = {k: ctx for k, ctx in zip(self.clients, self.contexts, strict=True) if k in arrived}
+        dropped = [k for k in self.clients if k not in contexts]
         attendance = replace(
             self.attendance,
-            steps={k: self.attendance.steps[k] for k in here},
+            steps={k: self.attendance.steps[k] for k in contexts},
             dropped=[*self.attendance.dropped, *dropped],
             late=[k for k in self.attendance.late if k not in dropped],
         )
         return replace(
-            self, clients=[*here], contexts=[*here.values()], shares=[[*range(len(here))]], attendance=attendance
+            self,
+            clients=[*contexts],
+            contexts=[*contexts.values()],
+            shares=[[*range(len(contexts))]],
+            attendance=attendance,
         )
 
     def arrived(self, result: LocalResult, known: State, seed: int) -> LocalResult:

@@ -103,7 +103,7 @@ class Evaluator:
         share = (0, 1) if self.by_batch else (rank, world)
         parts = self.data.test_parts() if split == "test" else {}
         if not self.by_batch:
-            parts = {part: of[rank::world] for part, of in parts.items()}
+            parts = {part: mask[rank::world] for part, mask in parts.items()}
         values = self.measure(self.data.eval_batches(split, self.dtype, share), w, statistics, parts)
         return {f"server/{split}{name}": value for name, value in values.items()}
 
@@ -137,16 +137,16 @@ class Evaluator:
             z, losses = self._outputs(w, x, y)
             sums += torch.stack([losses.sum().to(sums.dtype), sums.new_full((), len(y))])
             scores[""].update(z, y)
-            for part, of in parts.items():
-                if len(mine := of[rows].nonzero()[:, 0]):
-                    here = to_device(mine, y.device)
-                    scores[part].update(z[here], y[here])
+            for part, mask in parts.items():
+                if len(indices := mask[rows].nonzero()[:, 0]):
+                    selected = to_device(indices, y.device)
+                    scores[part].update(z[selected], y[selected])
         if buffers is not None and before is not None:
             buffers.load(self.objective.net, before)
         sums = torch.as_tensor(fabric.all_reduce(sums, reduce_op="sum"))
-        found = {part: each.compute() for part, each in scores.items()}
+        metrics = {part: score.compute() for part, score in scores.items()}
         return {
-            **{f"{part and '_'}{part}/{name}": v for part, of in found.items() for name, v in of.items()},
+            **{f"{part and '_'}{part}/{name}": v for part, values in metrics.items() for name, v in values.items()},
             "/loss": float(sums[0] / sums[1]),
         }
 
@@ -210,14 +210,14 @@ class Evaluator:
             with contents_kept((loss,)):
                 watched = Watched((loss,))
                 shape = tuple(loss(logits, y).shape)
-                kept = sorted({of for _, of in watched.changed()})
+                kept = sorted({attribute for _, attribute in watched.changed()})
         except MISFIT as error:
             raise UserError(
                 f"{name} cannot take logits {tuple(logits.shape)} and labels {tuple(y.shape)} "
                 f"{why(error, f'choose a loss {task.remedy}')}"
             ) from None
-        one = f"it must give one loss per sample, {(len(y),)}"
-        ensure(shape == (len(y),), f"{name} gives a value of shape {shape}; {one}")
+        remedy = f"it must give one loss per sample, {(len(y),)}"
+        ensure(shape == (len(y),), f"{name} gives a value of shape {shape}; {remedy}")
         if kept:
             rank_zero_warn(
                 f"{name} changes self.{', self.'.join(kept)} when it is called: a resumed run, and each other process, "
@@ -260,7 +260,7 @@ class Evaluator:
         if buffers is None:
             return
         if buffers.policy == "reset":
-            statistics = next((found for at, found in self._estimated if at is w), None)
+            statistics = next((estimate for at, estimate in self._estimated if at is w), None)
             if statistics is None:
                 buffers.load(net, buffers.first)
                 statistics = self._estimate(w, buffers)

@@ -78,10 +78,10 @@ class Experiment:
         data.setup("fit")
         data.to(self.fabric.device)
         self.mean_samples = float(data.client_sizes.double().mean())
-        named = (*objective.net.named_parameters(), *objective.net.named_buffers())
-        odd = ", ".join([name for name, value in named if value.is_inference()][:3])
+        tensors = (*objective.net.named_parameters(), *objective.net.named_buffers())
+        inference_names = ", ".join([name for name, value in tensors if value.is_inference()][:3])
         net = type(objective.net).__name__
-        ensure(not odd, f"model.net = {net}: {odd} of torch.inference_mode(); make it outside")
+        ensure(not inference_names, f"model.net = {net}: {inference_names} of torch.inference_mode(); make it outside")
         objective.flat.check(objective.net)
         objective.to(device=self.fabric.device, dtype=self.dtype)
         self.net, frozen = FlatNet(objective.net), constants(objective.net)
@@ -93,10 +93,10 @@ class Experiment:
             buffers.take(objective.net)
             buffers.first = self.fabric.broadcast(buffers.first.cpu()).to(self.fabric.device, self.dtype)
         self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
-        slow = settings.faults.stragglers
+        stragglers = settings.faults.stragglers
         shortens = settings.clock is not None and settings.clock.shortens
-        fewer = shortens or (slow is not None and slow.late == "partial")
-        steps = None if fewer else settings.local_steps
+        fewer_steps = shortens or (stragglers is not None and stragglers.late == "partial")
+        steps = None if fewer_steps else settings.local_steps
         plan = Plan(objective, settings.sampler, data.num_clients, settings.max_rounds, steps)
         self.aggregation: Aggregation = settings.aggregation.bind(plan) if kind == "federated" else Mean()
         if self.aggregation.noise_key is not None:  # every process draws the cohorts
@@ -114,14 +114,17 @@ class Experiment:
 
     def minibatches(self, client: int, ctx: ClientContext) -> Minibatches:
         """Returns a client's minibatches, a function of (seed, round, phase, client); epochs alone come first."""
-        objective, data, of = self.objective, self.data, self.settings
-        alone, own = objective.alone(ctx) is not None, objective.own_part
+        objective, data, settings = self.objective, self.data, self.settings
+        alone, own_part = objective.alone(ctx) is not None, objective.own_part
         phase, count = 0 if alone else ctx.phase, ctx.K
-        ahead = 0 if own is None or phase else data.batches_per_client(client, own.epochs_alone, None)
+        ahead = 0 if own_part is None or phase else data.batches_per_client(client, own_part.epochs_alone, None)
         if ahead:
-            count = max(count, ahead + of.asked(data, client))
+            count = max(count, ahead + settings.asked(data, client))
         draw = generator(self.seed, "batches", ctx.stream, phase, client)
-        batches, first = data.client_batches(client, of.local_epochs, count, draw, self.dtype), 0 if alone else ahead
+        batches, first = (
+            data.client_batches(client, settings.local_epochs, count, draw, self.dtype),
+            0 if alone else ahead,
+        )
         return batches.take(range(first, first + ctx.K)) if ahead else batches
 
     def minibatch_table(self, clients: Sequence[int], contexts: Sequence[ClientContext]) -> MinibatchTable:
@@ -185,13 +188,13 @@ class Timing:
 
     def _device(self, client: int) -> Device:
         """Returns a client's device, a function of the file or of (seed, client)."""
-        rows, m, of = self.clock.rows, self.data.num_clients, self.clock.median
+        rows, m, median = self.clock.rows, self.data.num_clients, self.clock.median
         n = len(rows)
         if n:
             return rows[client if n >= m else numpy_generator(self.seed, "devices").permutation(n)[client % n]]
         bandwidth = float(numpy_generator(self.seed, "bandwidth", client).lognormal(0.0, self.clock.bandwidth_sigma))
-        seconds = of.sec_per_sample / self.speeds.speed(client, self.seed)
-        return Device(seconds, of.down_mbps * bandwidth, of.up_mbps * bandwidth, of.latency_s)
+        seconds = median.sec_per_sample / self.speeds.speed(client, self.seed)
+        return Device(seconds, median.down_mbps * bandwidth, median.up_mbps * bandwidth, median.latency_s)
 
     def spent(self, client: int, K: int, phase: int = 0) -> tuple[float, float]:
         """Returns the seconds in which a client computes its K steps of a phase, and those in which it exchanges.
@@ -199,9 +202,9 @@ class Timing:
         Training before the round, by itself, belongs to the first phase.
         """
         data, objective, device = self.data, self.objective, self.device(client)
-        own, size, before = objective.own_part, len(self.data.clients[client]), 0.0
-        if own is not None and own.trains_alone and not phase:
-            alone = data.batches_per_client(client, own.epochs_alone, None) if own.epochs_alone else K
+        own_part, size, before = objective.own_part, len(self.data.clients[client]), 0.0
+        if own_part is not None and own_part.trains_alone and not phase:
+            alone = data.batches_per_client(client, own_part.epochs_alone, None) if own_part.epochs_alone else K
             before = device.compute_s(sum(data.batch_sizes(size, alone)), *self.contract[objective.phases].passes)
         computed = before + device.compute_s(sum(data.batch_sizes(size, K)), *self.contract[phase].passes)
         comm = device.comm_s(*self.contract[phase].bits)
@@ -222,32 +225,32 @@ class Timing:
         places = sorted(map(self._place, range(0, m := self.data.num_clients, -(-m // 1000))))
         return [places[len(places) * tenth // 10] for tenth in range(1, 10)]
 
-    def attendance(self, found: Attendance, phase: int) -> Attendance:
+    def attendance(self, attendance: Attendance, phase: int) -> Attendance:
         """Returns who is done before the server stops waiting, and when that is.
 
         Args:
-            found: Who answers at all.
+            attendance: Who answers at all.
             phase: The phase.
         """
         deadline, wanted = self.clock.deadline_s or float("inf"), None if phase else self.wanted
-        times = {k: self.spent(k, K, phase) for k, K in found.steps.items()}
-        late = [k for k, each in times.items() if sum(each) > deadline]
-        steps = {k: self._steps(k, K, phase) if k in late else K for k, K in found.steps.items()}
+        times = {k: self.spent(k, K, phase) for k, K in attendance.steps.items()}
+        late = [k for k, spent in times.items() if sum(spent) > deadline]
+        steps = {k: self._steps(k, K, phase) if k in late else K for k, K in attendance.steps.items()}
         done = [k for k, K in steps.items() if K]
         if late and not done:
             self._nobody(
                 f"trainer.clock.deadline_s = {deadline}: nobody is done in time in some round, which leaves the model "
                 "as it is; see client/late"
             )
-        at = {k: deadline if k in late else sum(times[k]) for k in done}
-        first = {*sorted(done, key=at.__getitem__)[:wanted]}  # of two at the same time, the first one of the cohort
+        ends = {k: deadline if k in late else sum(times[k]) for k in done}
+        first = {*sorted(done, key=ends.__getitem__)[:wanted]}  # of two at the same time, the first one of the cohort
         counted = {k: steps[k] for k in done if k in first}
         return replace(
-            found,
+            attendance,
             steps=counted,
-            late=[*found.late, *(k for k in found.steps if k not in counted or (k in late and not phase))],
+            late=[*attendance.late, *(k for k in attendance.steps if k not in counted or (k in late and not phase))],
             times={k: self.spent(k, K, phase) if k in late else times[k] for k, K in counted.items()},
-            seconds=deadline if late and len(counted) != wanted else max((at[k] for k in counted), default=0.0),
+            seconds=deadline if late and len(counted) != wanted else max((ends[k] for k in counted), default=0.0),
         )
 
     def _steps(self, client: int, asked: int, phase: int) -> int:
@@ -267,12 +270,12 @@ class Timing:
         """
         spent = {"time_s": self.clock.server_s, "compute_s": 0.0, "comm_s": 0.0, "idle_s": 0.0}
         spent |= {f"uploads_{tenth}": 0.0 for tenth in range(1, 11) if self.uneven}
-        for found in phases:
-            spent["time_s"] += found.seconds or 0.0
-            for k, (compute, comm) in found.times.items():
+        for attendance in phases:
+            spent["time_s"] += attendance.seconds or 0.0
+            for k, (compute, comm) in attendance.times.items():
                 if self.uneven:
                     spent[f"uploads_{1 + bisect_right(self._tenths, self._place(k))}"] += 1
                 spent["compute_s"] += compute
                 spent["comm_s"] += comm
-                spent["idle_s"] += 0.0 if found.seconds is None else found.seconds - (compute + comm)
+                spent["idle_s"] += 0.0 if attendance.seconds is None else attendance.seconds - (compute + comm)
         return {f"clock/{name}": before.get(f"clock/{name}", 0.0) + value for name, value in spent.items()}

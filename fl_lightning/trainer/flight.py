@@ -87,7 +87,7 @@ class Flight:
     def __init__(self, run: Experiment, rule: Asynchronous, timing: Timing, t: int, saved: Mapping[str, Any]) -> None:
         self.run, self.rule, self.timing, self.t, self.saved = run, rule, timing, t, saved
         self.now: float = saved.get("now", 0.0)
-        self._tasks = [Task(*of) for of in saved.get("tasks", ())]
+        self._tasks = [Task(*fields) for fields in saved.get("tasks", ())]
         self._drawn: int = saved.get("drawn", 0)
         self._waiting: list[int] = [*saved.get("waiting", ())]
         self._starts: int = saved.get("starts", 0)
@@ -129,8 +129,8 @@ class Flight:
                 self.now = min(self._tasks[0].end, tick)
 
     def _arrive(self, task: Task) -> None:
-        staleness, most = self.t - task.version, self.rule.max_staleness
-        late = most is not None and staleness > most
+        staleness, limit = self.t - task.version, self.rule.max_staleness
+        late = limit is not None and staleness > limit
         kind = "lost" if task.lost else "late" if late else "arrival"
         self.events.append(Event(self.t + 1, self.now, kind, task.client, task.version, staleness))
         if kind == "arrival":
@@ -150,13 +150,15 @@ class Flight:
                 self.passed += 1
                 continue
             K = run.settings.asked(run.data, client)
-            found = run.settings.faults.attendance([client], [K], cohort, 0, run.seed)
-            self.events.append(Event(self.t + 1, self.now, "start" if found.receivers else "absent", client, self.t))
-            if not found.receivers:
+            attendance = run.settings.faults.attendance([client], [K], cohort, 0, run.seed)
+            self.events.append(
+                Event(self.t + 1, self.now, "start" if attendance.receivers else "absent", client, self.t)
+            )
+            if not attendance.receivers:
                 self.failed["dropped"].append(client)
                 continue
             end = self.now + sum(self.timing.spent(client, K))
-            heappush(self._tasks, Task(end, self._starts, client, self.t, cohort, not found.steps))
+            heappush(self._tasks, Task(end, self._starts, client, self.t, cohort, not attendance.steps))
             busy.add(client)
             until, self._starts, self.started = self._drawn + COHORTS, self._starts + 1, self.started + 1
 
@@ -184,7 +186,9 @@ class Flight:
             "waiting": self._waiting,
             "starts": self._starts,
             "refused": self.refused,
-            "sent": {v: dict(sent) if v == self.t else before[v] for v in sorted({of.version for of in self._tasks})},
+            "sent": {
+                v: dict(sent) if v == self.t else before[v] for v in sorted({task.version for task in self._tasks})
+            },
             "events": [tuple(event) for event in self.events],
         }
 
@@ -202,7 +206,7 @@ def is_flight(saved: Mapping[str, Any], run: Experiment, steps: int, shapes: Map
     """Returns whether the `RunState.training` of a checkpoint is what an asynchronous run has left.
 
     Args:
-        saved: It.
+        saved: That value.
         run: The run that goes on.
         steps: Steps of its server so far.
         shapes: Shapes of the server's state.
@@ -210,10 +214,11 @@ def is_flight(saved: Mapping[str, Any], run: Experiment, steps: int, shapes: Map
     names, m = run.objective.wire[0], run.data.num_clients
     return (
         fits(saved, FORM)
-        and all(of.client < m and of.version in saved["sent"] for of in map(Task._make, saved["tasks"]))
+        and all(task.client < m and task.version in saved["sent"] for task in map(Task._make, saved["tasks"]))
         and max([*saved["waiting"], 0]) < m
         and max([*saved["sent"], 0]) < steps
         and all(
-            {n: tuple(v.shape) for n, v in of.items()} == {n: shapes[n] for n in names} for of in saved["sent"].values()
+            {n: tuple(v.shape) for n, v in state.items()} == {n: shapes[n] for n in names}
+            for state in saved["sent"].values()
         )
     )

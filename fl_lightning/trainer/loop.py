@@ -42,14 +42,14 @@ def rounds(run: Run, alone: bool) -> Steps:
 def one_round(run: Run) -> Generator[list[Job], Iterable[LocalResult], Trained]:
     """Trains a round; whoever iterates does the local training. Returns its metrics, and each client's loss."""
     cohort = Cohort.draw(run, run.rounds_done)
-    this = Round(run, cohort, partial(run.call, "on_local_end"))
+    round = Round(run, cohort, partial(run.call, "on_local_end"))
     run.call("on_round_start", run.round_context(cohort.t), cohort.clients)
-    for phase in this.phases():
+    for phase in round.phases():
         results = yield phase.send()
         phase.receive(results)
         phase.step()
-    this.apply()
-    return this.metrics(), this.losses.tolist()
+    round.apply()
+    return round.metrics(), round.losses.tolist()
 
 
 def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = (), is_program: bool = False) -> None:
@@ -72,7 +72,7 @@ def close(run: Run, metrics: Mapping[str, float], losses: Sequence[float] = (), 
         run.call("on_last_round")
     logged = run.write_metrics()
     run.call("on_round_logged", logged)
-    for checkpoints in (each for each in run.callbacks if isinstance(each, Checkpoints)):
+    for checkpoints in (callback for callback in run.callbacks if isinstance(callback, Checkpoints)):
         checkpoints.save(run, logged)
 
 
@@ -115,14 +115,14 @@ def train(
             for error in broken.values():  # a run that cannot begin ends all
                 raise error
             while jobs:
-                together = {run: len(jobs[run]) for run in _together([each for each in runs if each in jobs])}
-                own = _own_numbers(runs)
-                todo = [replace(job, settings=own[run]) for run in together for job in jobs[run]]
-                results = iter(runs[0].engine.train(todo))
-                if len(together) > 1:  # what breaks one run off leaves the results of the others
+                job_counts = {run: len(jobs[run]) for run in _together([run for run in runs if run in jobs])}
+                own_numbers = _own_numbers(runs)
+                all_jobs = [replace(job, settings=own_numbers[run]) for run in job_counts for job in jobs[run]]
+                results = iter(runs[0].engine.train(all_jobs))
+                if len(job_counts) > 1:  # what breaks one run off leaves the results of the others
                     results = iter(list(results))
-                for run, number in together.items():
-                    advance(run, islice(results, number))
+                for run, count in job_counts.items():
+                    advance(run, islice(results, count))
         except BaseException as error:
             _break_off([steps[run] for run in runs], error)
             raise
@@ -145,23 +145,23 @@ def _own_numbers(runs: Sequence[Run]) -> dict[Run, Mapping[str, float]]:
         UserError: If they differ in other settings of local training: all train by the objective of the first run.
     """
     first, *others = [run.objective.local_settings() for run in runs]
-    differ = {name for each in others for name, value in each.items() if value != first.get(name)} | {*runs[0].varied}
+    names = {name for settings in others for name, v in settings.items() if v != first.get(name)} | {*runs[0].varied}
     numbers = {run: run.objective.local_numbers() for run in runs}
-    fixed = [name for name in differ if name not in numbers[runs[0]]]
+    fixed = [name for name in names if name not in numbers[runs[0]]]
     ensure(
         not fixed,
         f"model.{', '.join(fixed)}: runs of one program must have the same, and a callback has changed it in some of "
         "them; start them one by one",
     )
-    return {run: {name: its[name] for name in differ} for run, its in numbers.items()}
+    return {run: {name: values[name] for name in names} for run, values in numbers.items()}
 
 
 def _break_off(steps: Sequence[Steps], error: BaseException) -> None:
     """Ends all runs that go on by an error; raises the first other error that a run ends with, such as a full disk."""
     others: list[BaseException] = []
-    for each in steps:
+    for generator in steps:
         try:
-            each.throw(error)
+            generator.throw(error)
         except BaseException as shown:
             others += [shown] * (shown is not error)
     if others:
@@ -177,29 +177,29 @@ def choose_engine(runs: Sequence[Run]) -> None:
     Raises:
         UserError: If the engine cannot run this objective.
     """
-    run, fabric, given = runs[0], runs[0].fabric, runs[0].settings.engine
-    chosen: EngineName = run.restored.get("engine", "auto") if given == "auto" else given
-    if chosen == "auto" and run.finished:
+    first, fabric, setting = runs[0], runs[0].fabric, runs[0].settings.engine
+    chosen: EngineName = first.restored.get("engine", "auto") if setting == "auto" else setting
+    if chosen == "auto" and first.finished:
         chosen = "sequential"
     if chosen == "auto":
         reason = ""
         if fabric.is_global_zero:
-            rounds = (run.max_rounds - run.rounds_done) * run.objective.phases
+            rounds = (first.max_rounds - first.rounds_done) * first.objective.phases
             with _sample(runs) as jobs:
-                chosen, reason, _ = engine.choose(run.make_engine, jobs, rounds, run.settings.compile)
+                chosen, reason, _ = engine.choose(first.make_engine, jobs, rounds, first.settings.compile)
         chosen, reason = fabric.broadcast((chosen, reason))
-        if reason and any(isinstance(callback, Progress) for callback in run.callbacks):
+        if reason and any(isinstance(callback, Progress) for callback in first.callbacks):
             fabric.print(f"engine: {chosen} ({reason})")
-    made = run.make_engine(chosen)
-    several = made.trains_several or chosen not in engine.ENGINES
-    if not run.finished and not (several and given == "auto"):
+    new_engine = first.make_engine(chosen)
+    several = new_engine.trains_several or chosen not in engine.ENGINES
+    if not first.finished and not (several and setting == "auto"):
         with _sample(runs) as jobs:
             if several:
-                engine.check(made, run.engine, jobs)
-            elif isinstance(made, engine.SequentialEngine):
-                engine.check_repeatable(run.engine, jobs)
-    for each in runs:
-        each.engine_name, each.engine = chosen, made
+                engine.check(new_engine, first.engine, jobs)
+            elif isinstance(new_engine, engine.SequentialEngine):
+                engine.check_repeatable(first.engine, jobs)
+    for run in runs:
+        run.engine_name, run.engine = chosen, new_engine
 
 
 def seconds_left(runs: Sequence[Run]) -> float:
@@ -225,4 +225,4 @@ def _sample(runs: Sequence[Run]) -> Iterator[list[Job]]:
     together = _together(runs)
     with contents_kept([owner for run in together for owner in run.objective.configured]):
         rounds = [Round(run, Cohort.drawn(run, run.rounds_done)) for run in together]
-        yield [job for each in rounds for job in Phase(each, each.cohort).send()]
+        yield [job for round in rounds for job in Phase(round, round.cohort).send()]

@@ -98,8 +98,8 @@ def start(
         "trainer.asynchronous: parallel runs step together; start them one by one",
     )
     callbacks = [callback for trainer in trainers for callback in trainer.callbacks]
-    kept = [getattr(c, "inner", c) for c in callbacks if c.overrides("state_dict") or isinstance(c, Trajectory)]
-    shared = {type(c).__name__ for c in kept if sum(c is other for other in kept) > 1}
+    stateful = [getattr(c, "inner", c) for c in callbacks if c.overrides("state_dict") or isinstance(c, Trajectory)]
+    shared = {type(c).__name__ for c in stateful if sum(c is other for other in stateful) > 1}
     ensure(
         not shared,
         f"trainer.callbacks: parallel runs share one {', '.join(sorted(shared))}, which would mix what it has seen of "
@@ -110,8 +110,8 @@ def start(
     names, runs = differing(models), list[Run]()
     for trainer, model, ckpt_path in zip(trainers, models, ckpt_paths, strict=True):
         varied = {name: float(attrgetter(name)(model)) for name in names}
-        shown = [c for c in trainer.callbacks if trainer is first or not isinstance(c, Progress)]
-        runs.append(trainer.start(model, datamodule, ckpt_path, varied=varied, callbacks=shown))
+        own_callbacks = [c for c in trainer.callbacks if trainer is first or not isinstance(c, Progress)]
+        runs.append(trainer.start(model, datamodule, ckpt_path, varied=varied, callbacks=own_callbacks))
     ensure(
         len({run.frozen for run in runs}) <= 1,
         "model.net: its frozen parameters differ between the runs, and one program has one net; start them one by one",
@@ -137,17 +137,17 @@ def differing(models: Sequence[LocalObjective]) -> list[str]:
     """
     names, remedy, nets = [], "parallel runs must have the same; start them one by one", [model.net for model in models]
     pairs = (pair for net in nets[1:] for pair in zip(nets[0].parameters(), net.parameters(), strict=False))
-    own = {(id(one), id(other)): (one, other) for one, other in pairs}
+    seen = {(id(one), id(other)): (one, other) for one, other in pairs}
     ensure(len({(*model.flat.names, *model.flat.shapes) for model in models}) <= 1, f"model.net: {remedy}")
     for part in PARTS:
         owners = [getattr(model, part) if part else model for model in models]
         ensure(len({type(owner) for owner in owners}) <= 1, f"model.{part or 'class_path'}: {remedy}")
         if owners[0] is None:
             continue
-        each = [*map(_attributes, owners)]
-        for name in dict.fromkeys(name for attributes in each for name in attributes):
-            values = [attributes.get(name) for attributes in each]
-            if (not part and name in (*PARTS, *SERVER)) or all(_alike(values[0], v, {**own}) for v in values[1:]):
+        all_attributes = [*map(_attributes, owners)]
+        for name in dict.fromkeys(name for attributes in all_attributes for name in attributes):
+            values = [attributes.get(name) for attributes in all_attributes]
+            if (not part and name in (*PARTS, *SERVER)) or all(_alike(values[0], v, {**seen}) for v in values[1:]):
                 continue
             path = f"{part}.{name}".lstrip(".")
             ensure(
@@ -184,17 +184,17 @@ def _alike(one: Any, other: Any, seen: dict[tuple[int, int], tuple[Any, Any]]) -
     seen[id(one), id(other)] = one, other
     if type(one) is not type(other):
         return False
-    alike = partial(_alike, seen=seen)
+    equal = partial(_alike, seen=seen)
     if isinstance(one, ReferenceType):  # of an LSTM to its weights
-        return alike(one(), other())
+        return equal(one(), other())
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return [*one] == [*other] and alike([*one.values()], [*other.values()])
+        return [*one] == [*other] and equal([*one.values()], [*other.values()])
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
+        return len(one) == len(other) and all(map(equal, one, other))
     if isinstance(one, FunctionType | MethodType | CellType | partial):
-        return all(alike(getattr(one, name, None), getattr(other, name, None)) for name in OF_FUNCTIONS)
+        return all(equal(getattr(one, name, None), getattr(other, name, None)) for name in OF_FUNCTIONS)
     if hasattr(one, "__dict__") and not isinstance(one, type | ModuleType):
-        return alike(_attributes(one), _attributes(other))
+        return equal(_attributes(one), _attributes(other))
     return bool(np.all(one == other)) if np.shape(one) == np.shape(other) else False

@@ -60,11 +60,11 @@ def length(run: Run) -> int:
     """
     possible = run.rounds_done > run.first_round and not run.should_stop and not lacking(run)
     pace, spent, n = run.metrics.get("time/round_s", math.inf), 0.0, 0
-    left = math.inf if run.settings.max_time is None else (run.settings.max_time - run.elapsed) / 2
+    time_left = math.inf if run.settings.max_time is None else (run.settings.max_time - run.elapsed) / 2
     for t in range(run.rounds_done, run.rounds_done + TAKEN_BACK * possible):
         evaluated = run.evaluates(t + 1)
         spent += pace + evaluated * run.evaluation_s
-        if spent > left:
+        if spent > time_left:
             break
         is_shown = run.fabric.world_size > 1 or not run.evaluation_s or spent > SHOWN_S
         is_last = run.needs_round(t) or (evaluated and is_shown)
@@ -98,14 +98,14 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
         trained, rows = [], {}
     if not trained:
         return None
-    training_s, last = sum(done.training_s for done in trained), len(trained) - 1
-    first = run.fabric.is_global_zero  # its loggers say where the program ends
-    last = last if first else run.fabric.broadcast(last)
-    for i, (cohort, done) in enumerate(zip(cohorts, trained, strict=False)):
+    training_s, last = sum(result.training_s for result in trained), len(trained) - 1
+    is_first = run.fabric.is_global_zero  # its loggers say where the program ends
+    last = last if is_first else run.fabric.broadcast(last)
+    for i, (cohort, result) in enumerate(zip(cohorts, trained, strict=False)):
         failed = {"refused": [], **{kind: getattr(cohort.attendance, kind) for kind in run.failure_kinds}}
-        run.apply(run.state.after_round(done.server, done.bits, failed), {})
+        run.apply(run.state.after_round(result.server, result.bits, failed), {})
         n, names = len(cohort.clients), run.objective.all_logs
-        steps, (losses, rows_of, of_server) = sum(cohort.attendance.steps.values()), done.split(n, len(names))
+        steps, (losses, rows_of, of_server) = sum(cohort.attendance.steps.values()), result.split(n, len(names))
         passes = steps * sum(run.contract[0].passes)
         metrics = {
             "client/train/loss": float(losses.mean()),
@@ -113,7 +113,7 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
             **{f"client/{kind}": len(clients) for kind, clients in failed.items()},
             **divergences(run),
             **(run.timing.metrics(run.metrics, [cohort.attendance]) if run.timing else {}),
-            **watch.spent(cohort, done.bits, steps, passes, training_s, rounds=len(trained)),
+            **watch.spent(cohort, result.bits, steps, passes, training_s, rounds=len(trained)),
         }
         if i == last:
             break
@@ -124,16 +124,16 @@ def train(run: Run) -> tuple[dict[str, float], list[float]] | None:
             logged = run.write_metrics()
         if evaluated:
             run.call("on_round_logged", logged)
-        if first and run.should_stop and i + 1 < last:  # by a logger: the next round is the last one
+        if is_first and run.should_stop and i + 1 < last:  # by a logger: the next round is the last one
             last = i + 1
-    if first:
+    if is_first:
         run.fabric.broadcast(last)
     if last + 1 < len(trained):
         _, rows = _train(run, before, cohorts[: last + 1])
     again = Cohort.draw(run, cohort.t)
-    drawn, now = ((each.clients, [(ctx.lr, ctx.K) for ctx in each.contexts]) for each in (cohort, again))
+    drawn, redrawn = ((draw.clients, [(ctx.lr, ctx.K) for ctx in draw.contexts]) for draw in (cohort, again))
     ensure(
-        drawn == now,
+        drawn == redrawn,
         f"trainer.engine = {run.engine_name}: it draws several rounds ahead, but training has changed clients, steps "
         f"or learning rate of round {cohort.t}; make sampler and learning rate functions of the round, or use "
         "sequential",
@@ -173,21 +173,23 @@ def _train(run: Run, server: State, cohorts: Sequence[Cohort]) -> tuple[list[Tra
     if run.rounds is None or run.rounds.engine is not engine:
         run.rounds = rounds_of(engine, store.w0, run.seed, run.fabric)
     run.rounds.agreed = False
-    drawn = [Drawn(of.clients, of.contexts, of.attendance.receivers, of.shares) for of in cohorts]
+    drawn = [Drawn(cohort.clients, cohort.contexts, cohort.attendance.receivers, cohort.shares) for cohort in cohorts]
     while drawn:
-        mine = [of.share(run.fabric.global_rank) for of in drawn]
-        clients, contexts = ([each for of in mine for each in getattr(of, name)] for name in ("clients", "contexts"))
+        mine = [round.share(run.fabric.global_rank) for round in drawn]
+        clients, contexts = (
+            [value for round in mine for value in getattr(round, name)] for name in ("clients", "contexts")
+        )
         minibatches, states = run.minibatch_table(clients, contexts), _rows(run, cohorts[: len(drawn)])
         table = Table(states, store.inits, store.w0)
         with engine.checked():
             results = [*run.rounds.train(drawn, minibatches, server, table)]
         # the only time that the rounds wait for local training
         read = torch.cat([result.numbers for result in results]).cpu()
-        columns = torch.split(read, [len(of.numbers) for of in results])
+        columns = torch.split(read, [len(result.numbers) for result in results])
         finite = [*takewhile(lambda numbers: float(numbers[0]) == 0, columns)]
         if len(finite) == len(results):
             rows = table.rows([k for k in states if store.owns(k)])
-            return [replace(of, numbers=numbers) for of, numbers in zip(results, finite, strict=True)], rows
+            return [replace(result, numbers=numbers) for result, numbers in zip(results, finite, strict=True)], rows
         drawn = drawn[: len(finite)]  # once more, for the rows before the first round that is not finite
     return [], {}
 
@@ -202,8 +204,10 @@ def _rows(run: Run, cohorts: Sequence[Cohort]) -> dict[int, State | None]:
     if not store.shared:
         return rows
     unknown = State.initial(store.inits, store.w0, store.w0)
-    met = collectives.all_gather_dict(run.fabric, {k: row is not None for k, row in rows.items() if store.owns(k)})
-    known = {k: rows[k] or unknown for k in rows if met[k]}
+    contacted = collectives.all_gather_dict(
+        run.fabric, {k: row is not None for k, row in rows.items() if store.owns(k)}
+    )
+    known = {k: rows[k] or unknown for k in rows if contacted[k]}
     trainers = {k: rank for cohort in reversed(cohorts) for k, rank in cohort.trainers.items()}
     moves = {k: pair for k in known if (pair := (collectives.owner(k, store.processes), trainers[k]))[0] != pair[1]}
     received = collectives.exchange(run.fabric, moves, known, store.shapes, store.w0)

@@ -49,10 +49,10 @@ class Arrivals:
         self.run, self.cohort, self.results, self.like = run, cohort, results, like
         self.shapes = self._upload_shapes()
         for result in results:
-            found = {name: list(result.upload[name].shape) for name in self.shapes}
+            shapes = {name: list(result.upload[name].shape) for name in self.shapes}
             ensure(
-                found == self.shapes,  # a shorter one would be repeated in the sum
-                f"model = {type(run.objective).__name__}: client {result.client} uploads shapes {found}, the first "
+                shapes == self.shapes,  # a shorter one would be repeated in the sum
+                f"model = {type(run.objective).__name__}: client {result.client} uploads shapes {shapes}, the first "
                 f"client {self.shapes}; return the same shapes for every client",
             )
         names = run.objective.all_logs
@@ -78,8 +78,8 @@ class Arrivals:
     @property
     def contexts(self) -> dict[int, ClientContext]:
         """Context of each accepted client, by id, in cohort order."""
-        each = zip(self.cohort.clients, self.cohort.contexts, self.accepted, strict=True)
-        return {k: ctx for k, ctx, accepted in each if accepted}
+        clients = zip(self.cohort.clients, self.cohort.contexts, self.accepted, strict=True)
+        return {k: ctx for k, ctx, accepted in clients if accepted}
 
     def rows(self) -> dict[int, State]:
         """Returns the new states of the accepted clients that this process owns, by id."""
@@ -87,27 +87,27 @@ class Arrivals:
         if not store.inits:
             return {}
         new = {r.client: r.state.only(store.inits) for r in self.results if r.client not in refused}
-        back = {k: (rank, owner) for k, (owner, rank) in self.cohort.moves.items() if k not in refused}
-        received = collectives.exchange(self.run.fabric, back, new, store.shapes, self.like)
+        moves_back = {k: (rank, owner) for k, (owner, rank) in self.cohort.moves.items() if k not in refused}
+        received = collectives.exchange(self.run.fabric, moves_back, new, store.shapes, self.like)
         return {k: row for k, row in new.items() if store.owns(k)} | {k: State(row) for k, row in received.items()}
 
     def reasons(self) -> str:
         """Returns a text that names a value that is not finite, for each of the first refused clients."""
         flat = self.run.objective.flat
         mine = {r.client: culprit({**r.state, **r.upload}, flat) for r in self.results if not r.finite}
-        found = [f"client {k}: {what}" for k, what in collectives.all_gather_dict(self.run.fabric, mine).items()]
-        return "; ".join([*found[:3], *["..."] * (len(found) > 3)])
+        reasons = [f"client {k}: {what}" for k, what in collectives.all_gather_dict(self.run.fabric, mine).items()]
+        return "; ".join([*reasons[:3], *["..."] * (len(reasons) > 3)])
 
     def summed_here(self) -> dict[int, Upload]:
         """Returns the uploads that this process sums, in cohort order: on rank 0 all, or on each process its own."""
-        fabric, here, accepted = self.run.fabric, {r.client: r.upload for r in self.results}, [*self.contexts]
+        fabric, uploads, accepted = self.run.fabric, {r.client: r.upload for r in self.results}, [*self.contexts]
         if self.run.settings.deterministic and fabric.world_size > 1:
             trainers = self.cohort.trainers
-            here |= collectives.exchange(
-                fabric, {k: (trainers[k], 0) for k in accepted if trainers[k]}, here, self.shapes, self.like
+            uploads |= collectives.exchange(
+                fabric, {k: (trainers[k], 0) for k in accepted if trainers[k]}, uploads, self.shapes, self.like
             )
             accepted = accepted if fabric.is_global_zero else []
-        return {k: here[k] for k in accepted if k in here}
+        return {k: uploads[k] for k in accepted if k in uploads}
 
     def _upload_shapes(self) -> dict[str, list[int]]:
         """Returns the shapes; rank 0, which trains a client of every cohort, broadcasts them once a run."""
@@ -128,12 +128,12 @@ def average(arrivals: Sequence[Arrivals], server: State, known: Mapping[str, Ten
         ctx: The phase's context.
     """
     run, shapes, like = arrivals[0].run, arrivals[0].shapes, arrivals[0].like
-    rule, accepted = run.aggregation, [of for each in arrivals for of in each.contexts.values()]
+    rule, accepted = run.aggregation, [context for wave in arrivals for context in wave.contexts.values()]
     uploads = rule.uploads(run.objective, accepted, ctx, like)
-    here = [(each.contexts[k], upload) for each in arrivals for k, upload in each.summed_here().items()]
+    pairs = [(wave.contexts[k], upload) for wave in arrivals for k, upload in wave.summed_here().items()]
     if not rule.by_rows or run.fabric.is_global_zero:
-        clients, arrived = [of for of, _ in here], [upload for _, upload in here]
-        refused = sum(len(each.refused) for each in arrivals)
+        clients, arrived = [context for context, _ in pairs], [upload for _, upload in pairs]
+        refused = sum(len(wave.refused) for wave in arrivals)
         rule.fill(uploads, Received(arrived, known, clients, server, ctx, run.seed, refused))
     collectives.reduce(run.fabric, uploads, rule.shapes(shapes, known), like, run.settings.deterministic)
     return uploads

@@ -82,9 +82,11 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
         "kind": run.kind,
         "identity": _identity(run),
         "config": flatten(run.config),
-        # those that have changed since the run was made: the first value and that of now, by name
+        # those that have changed since the run was made: the first and the current value, by name
         "settings": {
-            n: [first[n], now] for n, now in objective.named_settings().items() if n in first and first[n] != now
+            n: [first[n], current]
+            for n, current in objective.named_settings().items()
+            if n in first and first[n] != current
         },
         "engine": run.engine_name,
         "noise": None if key is None else {"key": key.secret.hex(), "settings": digest(run, run.engine_name)},
@@ -100,8 +102,8 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
 def unsaved(run: Run) -> dict[str, Any]:
     """Returns the public numbers and text of those callbacks of one's own that have no ``state_dict``, by name."""
     kinds = {x: type(x) for x in run.callbacks if type(x).state_dict is Callback.state_dict}
-    own = {x: kind.__name__ for x, kind in kinds.items() if kind.__module__.partition(".")[0] != "fl_lightning"}
-    named = {f"{name}.{of}": v for x, name in own.items() for of, v in vars(x).items() if of[0] != "_"}
+    classes = {x: kind.__name__ for x, kind in kinds.items() if kind.__module__.partition(".")[0] != "fl_lightning"}
+    named = {f"{name}.{key}": v for x, name in classes.items() for key, v in vars(x).items() if key[0] != "_"}
     return {name: v for name, v in named.items() if v is None or isinstance(v, bool | int | float | str)}
 
 
@@ -111,14 +113,14 @@ def states(run: Run) -> dict[str, Any]:
     Raises:
         UserError: If one of them has something that no checkpoint takes.
     """
-    found = {
+    sections = {
         "hyper_parameters": dict(run.objective.hparams),
         "callbacks": {key: x.state_dict() for key, x in by_key(run.callbacks).items()},
         "loggers": {key: x.state_dict() for key, x in by_key([*run.run_loggers]).items()},
     }
-    for name, entries in found.items():
+    for name, entries in sections.items():
         files.check_plain(f"{name} of the run", entries)
-    return found
+    return sections
 
 
 def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True) -> None:
@@ -143,9 +145,9 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
         f"{'fit' if content['kind'] == 'federated' else 'centralized'}`",
     )
     _ = run.config  # that of the settings that were given
-    for name, (first, now) in content["settings"].items():
+    for name, (first, saved) in content["settings"].items():
         if run.first_settings.get(name) == first:  # else the user gives another one
-            run.objective.change_setting(name, now)
+            run.objective.change_setting(name, saved)
     _check_identity(path, content["identity"], _identity(run) if clients else _model_identity(run))
     frozen = {"model.net (its frozen parameters)": content["frozen"]}
     if resume:
@@ -198,14 +200,14 @@ def _take_noise_key(run: Run, path: Path, content: Mapping[str, Any], resume: bo
 
 def _check_state(path: Path, run: Run, content: Mapping[str, Any], same_data: bool) -> None:
     """Checks that the tensors fit the run."""
-    clients, kept = content["clients"], run.clients
+    clients, store = content["clients"], run.clients
     ids = torch.cat([clients["ids"], *([clients["file"]["ids"]] if clients["file"] else [])])
     shapes = {name: tuple(value.shape) for name, value in content["server"].items()}
-    rows = {name: (len(clients["ids"]), *shape) for name, shape in kept.shapes.items()} if len(clients["ids"]) else {}
+    rows = {name: (len(clients["ids"]), *shape) for name, shape in store.shapes.items()} if len(clients["ids"]) else {}
     resumes = same_data and run.settings.asynchronous is not None and content["round"] > 0
     for what, fits in (
         ("server", shapes == {name: tuple(value.shape) for name, value in run.server.items()}),
-        ("clients.w0", clients["w0"].shape == kept.w0.shape),
+        ("clients.w0", clients["w0"].shape == store.w0.shape),
         ("clients.ids", len(torch.unique(ids)) == len(ids) and not (same_data and (ids >= run.data.num_clients).any())),
         ("clients.rows", not same_data or {n: tuple(value.shape) for n, value in clients["rows"].items()} == rows),
         ("training", not resumes or is_flight(content["training"], run, content["round"], shapes)),
@@ -238,10 +240,10 @@ def _model_identity(run: Run) -> dict[str, Any]:
 
 def _check_identity(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for key, value in here.items():
-        made, has = _apart(str(saved.get(key)), str(value))
+        old, new = _apart(str(saved.get(key)), str(value))
         ensure(
             saved.get(key) == value,
-            f"ckpt_path = {path}: made with {key} = {made}, this run has {has}; resume with the run's own config.yaml"
+            f"ckpt_path = {path}: made with {key} = {old}, this run has {new}; resume with the run's own config.yaml"
             + ", and put its files and partition back as they were" * (key == "data"),
         )
 
@@ -257,7 +259,7 @@ LEFT_OUT = {
     "accelerator", "strategy", "devices", "num_nodes", "engine", "callbacks", "loggers", "enable_progress_bar",
     "default_root_dir",
 }  # fmt: skip
-"""Settings of which the digest has what became of them, whose objects change during a run, or that are of output."""
+"""Settings of which the digest has the outcome, whose objects change during a run, or that concern output."""
 
 
 def digest(run: Run, engine: EngineName) -> str:
@@ -267,17 +269,17 @@ def digest(run: Run, engine: EngineName) -> str:
         run: The run.
         engine: Its engine; "auto" says less than the one that was chosen.
     """
-    given, data = run.settings.config, run.config["data"]  # arrays are described once in a run
-    now = {name: value for name, value in vars(run.data).items() if name in data.get("init_args", {})}
+    config, data = run.settings.config, run.config["data"]  # arrays are described once in a run
+    data_settings = {name: value for name, value in vars(run.data).items() if name in data.get("init_args", {})}
     parts = [
         engine,
         {name: v for name, v in as_setting(run.settings)["init_args"].items() if name not in LEFT_OUT},
         as_setting(run.objective),
         data,
-        {name: value for name, value in now.items() if isinstance(value, bool | int | float | str)},
+        {name: value for name, value in data_settings.items() if isinstance(value, bool | int | float | str)},
         dict(run.objective.hparams),
         run.sources,
-        given and {**given, "trainer": {**given["trainer"], "engine": None}},
+        config and {**config, "trainer": {**config["trainer"], "engine": None}},
         provenance.versions(),
         [run.fabric.device.type, run.fabric.world_size, torch.get_num_threads()],
     ]

@@ -94,10 +94,10 @@ class Round:
 
         The first one may be that in which clients train by themselves (`Cohort.alone`).
         """
-        own = self.run.objective.own_part
+        own_part = self.run.objective.own_part
         for cohort in self.cohort.waves or (self.cohort,):
-            if own is not None and own.trains_alone:
-                yield Phase(self, cohort.alone(self.run, own.epochs_alone))
+            if own_part is not None and own_part.trains_alone:
+                yield Phase(self, cohort.alone(self.run, own_part.epochs_alone))
             for number in range(self.run.objective.phases):
                 if self.diverged:
                     return
@@ -152,10 +152,10 @@ class Stopwatch:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What is done within it, by no callback, does not count."""
-        at, cpu_at = time.perf_counter(), time.process_time()
+        started, cpu_started = time.perf_counter(), time.process_time()
         yield
-        self._started += time.perf_counter() - at
-        self._cpu_started += time.process_time() - cpu_at
+        self._started += time.perf_counter() - started
+        self._cpu_started += time.process_time() - cpu_started
 
     def spent(
         self, cohort: Cohort, bits: int, steps: int, passes: int, training_s: float, rounds: int = 1
@@ -219,8 +219,8 @@ class Phase:
         if not of.perturb:
             self.sent = self.current = self.sent.replace(w=of.server.w)
         if self.ctx.t < self.now.t:
-            old = self.run.state.training["sent"][self.ctx.t]
-            self.sent = State({name: value.to(of.server.w) for name, value in old.items()})
+            saved = self.run.state.training["sent"][self.ctx.t]
+            self.sent = State({name: value.to(of.server.w) for name, value in saved.items()})
 
     def send(self) -> list[Job]:
         """Returns this process's share of local training.
@@ -253,10 +253,10 @@ class Phase:
         Raises:
             UserError: If a client uploads another shape than the others.
         """
-        taken = [self._take(result) for result in self._clocked(results)]
-        if len(taken) < len(self.cohort.shares[self.run.fabric.global_rank]):
-            self.cohort = self.cohort.only([result.client for result in taken])
-        arrivals = Arrivals(self.run, self.cohort, taken, self.sent.w)
+        arrived = [self._take(result) for result in self._clocked(results)]
+        if len(arrived) < len(self.cohort.shares[self.run.fabric.global_rank]):
+            self.cohort = self.cohort.only([result.client for result in arrived])
+        arrivals = Arrivals(self.run, self.cohort, arrived, self.sent.w)
         self._count(arrivals.refused)
         if self.alone:
             self.round.rows_before, self.round.rows = self.round.rows, self.round.rows | arrivals.rows()
@@ -293,60 +293,60 @@ class Phase:
 
     def _step(self, arrivals: Arrivals) -> None:
         """Makes the server's step, and takes the clients' rows; if nobody has answered, everything stays as it was."""
-        objective, of, rule = self.run.objective, self.round, self.run.aggregation
+        objective, round, rule = self.run.objective, self.round, self.run.aggregation
         logs = Logs(objective.all_logs)
-        now = replace(self.now, logs=logs)
-        everything, of.arrivals = of.arrivals, []
+        step_ctx = replace(self.now, logs=logs)
+        waves, round.arrivals = round.arrivals, []
         if not self.cohort.clients and not rule.empty:
-            return of.leave()
-        refused, flight = sum(len(each.refused) for each in everything), of.cohort.flight
-        finite = refused < sum(len(each.accepted) for each in everything) or rule.empty
+            return round.leave()
+        refused, flight = sum(len(wave.refused) for wave in waves), round.cohort.flight
+        finite = refused < sum(len(wave.accepted) for wave in waves) or rule.empty
         if flight is not None:
             flight.refused = 0 if finite else flight.refused + refused
         if not finite:
             if flight is not None and flight.refused < flight.slots:  # others still train
-                return of.leave()
-            raise diverged(self.run, now.t, f"every upload is not finite ({arrivals.reasons()})")
+                return round.leave()
+            raise diverged(self.run, step_ctx.t, f"every upload is not finite ({arrivals.reasons()})")
         known = objective.known(self.current) if rule.by_rows else {}
         watched = Watched((rule,))
-        uploads = average(everything, of.server, known, now)
-        of.aggregated = rule.metrics(uploads, known, of.server)
-        after = rule.phase_end(objective.finish_phase(of.server, self.current, uploads, now), uploads)
+        uploads = average(waves, round.server, known, step_ctx)
+        round.aggregated = rule.metrics(uploads, known, round.server)
+        after = rule.phase_end(objective.finish_phase(round.server, self.current, uploads, step_ctx), uploads)
         if self.last and objective.surveys:
-            rows = {**of.rows, **arrivals.rows()}
+            rows = {**round.rows, **arrivals.rows()}
             everyone = {*self.run.clients.seen, *rows}
-            after = objective.survey(after, partial(total_over, self.run, of.server.w, everyone, rows), now)
-        check_finite(self.run, after, now.t)
-        of.server = objective.finish_round(after, self.run.server, now) if self.last else after
+            after = objective.survey(after, partial(total_over, self.run, round.server.w, everyone, rows), step_ctx)
+        check_finite(self.run, after, step_ctx.t)
+        round.server = objective.finish_round(after, self.run.server, step_ctx) if self.last else after
         watched.warn_of_server(numbers=True)
         self._keep(arrivals)
-        of.losses = torch.cat([each.losses for each in everything])
+        round.losses = torch.cat([wave.losses for wave in waves])
         if logs.names:
-            numbers = [torch.cat(of_each) for of_each in zip(*(each.logged for each in everything), strict=True)]
-            of.logged |= Logs.means(logs.names, numbers, [float(logs.row(n, 1, of.server.w)) for n in logs.names])
+            numbers = [torch.cat(parts) for parts in zip(*(wave.logged for wave in waves), strict=True)]
+            round.logged |= Logs.means(logs.names, numbers, [float(logs.row(n, 1, round.server.w)) for n in logs.names])
 
     def _keep(self, arrivals: Arrivals) -> None:
         """Takes the clients' rows."""
-        objective, of = self.run.objective, self.round
+        objective, round = self.run.objective, self.round
         if objective.trains_alone:  # who does not count keeps nothing of the training before the round
-            of.rows = {k: row for k, row in of.rows.items() if k not in arrivals.refused}
-            of.rows |= {k: row for k, row in of.rows_before.items() if k in arrivals.refused}
-        of.rows |= {k: objective.finish_client(row, of.server) for k, row in arrivals.rows().items()}
+            round.rows = {k: row for k, row in round.rows.items() if k not in arrivals.refused}
+            round.rows |= {k: row for k, row in round.rows_before.items() if k in arrivals.refused}
+        round.rows |= {k: objective.finish_client(row, round.server) for k, row in arrivals.rows().items()}
 
     def _count(self, refused: list[int]) -> None:
         """Counts which clients failed, and the bits on the wire."""
-        of, attendance = self.round, self.cohort.attendance
-        of.failed["refused"] += refused
+        round, attendance = self.round, self.cohort.attendance
+        round.failed["refused"] += refused
         steps = sum(ctx.K for ctx in self.cohort.contexts)
-        of.steps += steps
-        of.passes += steps * sum(self.run.contract[self.cohort.phase].passes)
+        round.steps += steps
+        round.passes += steps * sum(self.run.contract[self.cohort.phase].passes)
         if self.alone:
             return
-        of.attended.append(attendance)
+        round.attended.append(attendance)
         for kind in self.run.failure_kinds:
-            of.failed[kind] += getattr(attendance, kind)
+            round.failed[kind] += getattr(attendance, kind)
         sent = self.run.objective.bits(self.sent, up=False)
-        of.bits += sent * attendance.receivers + collectives.total(self.run.fabric, self.uploaded_bits)
+        round.bits += sent * attendance.receivers + collectives.total(self.run.fabric, self.uploaded_bits)
 
     def _take(self, result: LocalResult) -> LocalResult:
         objective = self.run.objective
@@ -359,23 +359,25 @@ class Phase:
         self.uploaded_bits += objective.bits(result.upload, up=True)
         known = State(objective.encoded(result.received))
         arrived = self.cohort.arrived(result, known, self.run.seed)
-        own = {name: result.upload[name] for name in objective.recalled}  # it does not travel
-        result = replace(arrived, upload={**arrived.upload, **own})
-        rule, stale = self.run.settings.asynchronous, self.now.t - self.ctx.t
+        recalled = {name: result.upload[name] for name in objective.recalled}  # it does not travel
+        result = replace(arrived, upload={**arrived.upload, **recalled})
+        rule, staleness = self.run.settings.asynchronous, self.now.t - self.ctx.t
         if rule is None or self.round.cohort.flight is None:
             return result
-        now = objective.known(self.current)
+        current = objective.known(self.current)
         # statistics are no sum of updates, and a mix of variances is none below 0
-        before = objective.known(self.sent) | {n: v for n, v in now.items() if n == "buffers"} if stale else now
-        upload = {name: rule.seen(v, before[name], now[name], stale) for name, v in result.upload.items()}
+        received = (
+            objective.known(self.sent) | {n: v for n, v in current.items() if n == "buffers"} if staleness else current
+        )
+        upload = {name: rule.seen(v, received[name], current[name], staleness) for name, v in result.upload.items()}
         return replace(result, upload=upload)
 
     def _clocked(self, results: Iterable[LocalResult]) -> Iterator[LocalResult]:
         iterator = iter(results)
         while True:
-            before = time.perf_counter()
+            started = time.perf_counter()
             result = next(iterator, None)
-            self.round.training_s += time.perf_counter() - before
+            self.round.training_s += time.perf_counter() - started
             if result is None:
                 return
             yield result
@@ -393,6 +395,8 @@ class Phase:
         if stream:
             mine = cohort.shares[run.fabric.global_rank] if cohort else []
             upcoming = [run.minibatches(cohort.clients[p], cohort.contexts[p]) for p in mine] if cohort else []
-            run.data.read_ahead([*(job.minibatches.indices for job in jobs), *(each.indices for each in upcoming)])
+            run.data.read_ahead(
+                [*(job.minibatches.indices for job in jobs), *(batches.indices for batches in upcoming)]
+            )
         if rows and cohort is not None:
             run.clients.read_ahead([k for k in cohort.clients if run.clients.owns(k)])

@@ -54,26 +54,26 @@ class Callback(Checked, key="trainer.callbacks: {}"):
     _begins_as: Mapping[str, Any] = {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        made = super().__new__(cls)
-        made._made = args, kwargs
-        return made
+        callback = super().__new__(cls)
+        callback._made = args, kwargs
+        return callback
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         for name in (name for name in vars(cls) if name.startswith("on_") and name not in hooks):
-            meant = " or ".join(similar(name, hooks) or hooks)
-            rank_zero_warn(f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean {meant}?")
+            suggestions = " or ".join(similar(name, hooks) or hooks)
+            rank_zero_warn(f"{cls.__name__}.{name}: no hook, nothing calls it; did you mean {suggestions}?")
 
     def reset(self) -> None:
         """Forgets an earlier run when a trainer begins one: calls the constructor once more with the same arguments."""
-        args, kwargs = made = self._made
+        args, kwargs = arguments = self._made
         vars(self).clear()
-        self._made = made
+        self._made = arguments
         type(self).__init__(self, *args, **kwargs)
 
     def begin(self, again: bool) -> None:
-        """Takes the state with which it began its first run; of the same trainer, it is made again before."""
+        """Takes the state with which it began its first run; for another run of one trainer it is made again first."""
         if again:
             self.reset()
         if self._begins_as:
@@ -337,12 +337,12 @@ class Run(Experiment):
 
         Times have three digits, as nobody can repeat more of them.
         """
-        found, self.round_metrics = self.round_metrics, {}
-        logged = {key: float(f"{value:.3g}") if key.startswith("time/") else value for key, value in found.items()}
+        metrics, self.round_metrics = self.round_metrics, {}
+        logged = {key: float(f"{value:.3g}") if key.startswith("time/") else value for key, value in metrics.items()}
         published = {name: value for name, value in logged.items() if is_protected(name)} if self.private else logged
-        own = self.own_loggers if self.private else self.loggers
+        own_loggers = self.own_loggers if self.private else self.loggers
         for logger in self.loggers:
-            logger.log_metrics(metrics=logged if logger in own else published, step=self.rounds_done)
+            logger.log_metrics(metrics=logged if logger in own_loggers else published, step=self.rounds_done)
         return logged
 
     def call(self, hook: str, *arguments: Any, but: Sequence[str] = ()) -> None:

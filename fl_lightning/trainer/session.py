@@ -84,8 +84,8 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
         for logger, state in run.run_loggers.items() if run.rounds_done else ():
             logger.check(run.folder.path, state, run.rounds_done)
         run.folder.check_records(run.rounds_done, run.restored.get("records", {}))
-        if said := run.folder.write_config(run.config, run.rounds_done, run.restored.get("config", {})):
-            run.fabric.print(said)
+        if message := run.folder.write_config(run.config, run.rounds_done, run.restored.get("config", {})):
+            run.fabric.print(message)
         provenance.write(
             run.folder.path, run.rounds_done, run.fabric.device, run.fabric.world_size,
             engine=None if run.kind == "centralized" else run.engine_name,
@@ -102,10 +102,10 @@ def _prepare_folder(run: Run, lock: ExitStack) -> None:
 
 
 def _start_loggers(run: Run) -> None:
-    for own, state in run.run_loggers.items():
-        own.start(run.folder.path, state, run.rounds_done, run.about)
-        if run.fabric.is_global_zero and not run.rounds_done and own in run.own_loggers:
-            own.log_partition(run.data)
+    for run_logger, state in run.run_loggers.items():
+        run_logger.start(run.folder.path, state, run.rounds_done, run.about)
+        if run.fabric.is_global_zero and not run.rounds_done and run_logger in run.own_loggers:
+            run_logger.log_partition(run.data)
     for logger in run.loggers:
         with suppress(NotImplementedError):  # Fabric's own CSVLogger logs none
             logger.log_hyperparams(run.config)
@@ -123,20 +123,20 @@ def _fail(run: Run, error: BaseException) -> BaseException:
     All callbacks are called; the callback that saves the run comes first. Errors of callbacks become notes of the
     returned error.
     """
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
     steps = [partial(callback.on_exception, run, error) for callback in reversed(run.callbacks)]
     with undisturbed():  # torchrun, for one, sends a signal to the processes that have lost another one
         for step in (*steps, partial(_close, run, "failed")):
             try:
                 step()
             except BaseException as another:
-                found.append(another)
-    if not isinstance(error, Exception) and found and isinstance(found[0], UserError):
-        return found[0]  # the run was interrupted, and could not be saved
+                errors.append(another)
+    if not isinstance(error, Exception) and errors and isinstance(errors[0], UserError):
+        return errors[0]  # the run was interrupted, and could not be saved
     if isinstance(error, OSError):
         error = disk_error(error, run.folder.path) or error
-    for one in found:
-        error.add_note(f"{type(one).__name__}: {one}")
+    for failure in errors:
+        error.add_note(f"{type(failure).__name__}: {failure}")
     return error
 
 
@@ -159,15 +159,15 @@ def transaction(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        state, callbacks = run.before
+        state, callback_states = run.before
         run.round_metrics = {}
         if run.saved_rounds > state.round:
             run.clients.commit()
         else:
             run.state = state
             run.clients.rollback()
-            for callback, its in zip(run.callbacks, callbacks, strict=True):
-                if its:
-                    callback.load_state_dict(its)
+            for callback, callback_state in zip(run.callbacks, callback_states, strict=True):
+                if callback_state:
+                    callback.load_state_dict(callback_state)
         raise
     run.clients.commit()

@@ -71,8 +71,8 @@ class FederatedTrainer(Settings):
         monitors: list[Callback] = [PrivacyMonitor()] if isinstance(self.aggregation, GaussianPrivacy) else []
         monitors += [EventLog()] if self.asynchronous else []
         self.callbacks: list[Callback] = with_defaults([*(callbacks or ()), *monitors], enable_progress_bar)
-        given = [loggers] if isinstance(loggers, Logger) else loggers or ()
-        self.loggers: list[Logger] = [CSVLogger(), *(each for each in given if not isinstance(each, CSVLogger))]
+        extra = [loggers] if isinstance(loggers, Logger) else loggers or ()
+        self.loggers: list[Logger] = [CSVLogger(), *(logger for logger in extra if not isinstance(logger, CSVLogger))]
         self._begun = False
 
     @checked
@@ -196,10 +196,10 @@ class FederatedTrainer(Settings):
         resume.note_sources(self.run)
         if ckpt_path is not None:
             resume.restore(self.run, ckpt_path)
-        one, again = (model.lr(self.run.round_context(0)) for _ in range(2))
+        rate, again = (model.lr(self.run.round_context(0)) for _ in range(2))
         ensure(
-            one == again,
-            f"model.optimizer: gives the rate of round 1 as {one}, and {again} when it is asked again; make it a "
+            rate == again,
+            f"model.optimizer: gives the rate of round 1 as {rate}, and {again} when it is asked again; make it a "
             "function of the round",
         )
         if kind == "federated":
@@ -321,18 +321,18 @@ def check_fit(run: Run) -> None:
 
 def _check_in_place(run: Run, x: Inputs) -> None:
     """Checks that the net's forward changes neither its weights, which are the server's, nor its input."""
-    net, few = run.objective.net, map_tensors(lambda v: v[:2].clone(), x)
+    net, samples = run.objective.net, map_tensors(lambda v: v[:2].clone(), x)
     versions = [p._version for p in net.parameters()]
-    run.evaluator.logits(run.server.w, few)
+    run.evaluator.logits(run.server.w, samples)
     ensure(
         versions == [p._version for p in net.parameters()],
         f"model.net = {type(net).__name__} changes its own weights in forward, as nn.Embedding(max_norm=...) does; "
         "they are the server's, too: leave it out",
     )
-    once = named_tensors(map_tensors(torch.clone, few), "")
-    run.evaluator.logits(run.server.w, few)
+    originals = named_tensors(map_tensors(torch.clone, samples), "")
+    run.evaluator.logits(run.server.w, samples)
     ensure(
-        all(torch.equal(v, once[name]) for name, v in named_tensors(few, "").items()),
+        all(torch.equal(v, originals[name]) for name, v in named_tensors(samples, "").items()),
         f"model.net = {type(net).__name__} changes its input in place, which a step of SAM uses twice; compute new "
         "tensors, as x - 1 in place of x.sub_(1)",
     )

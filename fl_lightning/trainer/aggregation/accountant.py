@@ -117,9 +117,9 @@ def _divergences(event: Any, poisson: bool) -> tuple[Any, Any]:
     with quiet(WARNINGS):
         accountant = _fresh("RDP", poisson).compose(event)
     orders = np.append(accountant.orders, LARGE)
-    found = np.append(accountant.rdp, np.full(len(LARGE), np.inf))
-    whole = orders / (2 * getattr(event, "event", event).noise_multiplier ** 2)
-    return orders, np.where(found > 0, np.fmin(found, whole), whole)
+    divergences = np.append(accountant.rdp, np.full(len(LARGE), np.inf))
+    unsampled = orders / (2 * getattr(event, "event", event).noise_multiplier ** 2)
+    return orders, np.where(divergences > 0, np.fmin(divergences, unsampled), unsampled)
 
 
 @lru_cache(maxsize=256)

@@ -272,10 +272,10 @@ class TrimmedMean(Aggregation):
 
     def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
         values, order = rows.sort(dim=0)
-        own, total = weights[order], weights.sum()
-        until = own.cumsum(0)
+        ordered, total = weights[order], weights.sum()
+        until = ordered.cumsum(0)
         low, high = self.share * total, (1 - self.share) * total
-        kept = until.clamp(max=high) - (until - own).clamp(min=low)
+        kept = until.clamp(max=high) - (until - ordered).clamp(min=low)
         kept = torch.where(kept > 1e-9 * total, kept, 0.0)  # values that are left out keep no weight by rounding
         return (kept * values).sum(0) / kept.sum(0)
 

@@ -158,9 +158,11 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
     @cached_property
     def accountant(self) -> Accountant:
         """The accountant of the run's rounds."""
-        free, given = self._noiseless, self.noise_multiplier
-        noise = free.least_noise(self.epsilon or 0.0) if given is None else given / math.sqrt(self.pieces)
-        return replace(free, noise=noise)
+        noiseless, multiplier = self._noiseless, self.noise_multiplier
+        noise = (
+            noiseless.least_noise(self.epsilon or 0.0) if multiplier is None else multiplier / math.sqrt(self.pieces)
+        )
+        return replace(noiseless, noise=noise)
 
     def check_round(self) -> None:
         ensure(
@@ -261,9 +263,9 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
         std, device = self.noise_std(clip), received.server.w.device
         norms = [torch.zeros(0, dtype=accumulator_dtype(device), device=device)]
         for upload in received.arrived:
-            new = {name: upload[name].to(total) - received.known[name] for name, total in sums.items()}
-            norm = torch.stack([v.norm() for v in new.values()]).norm()
-            for name, v in new.items():
+            differences = {name: upload[name].to(total) - received.known[name] for name, total in sums.items()}
+            norm = torch.stack([v.norm() for v in differences.values()]).norm()
+            for name, v in differences.items():
                 parts = torch.split(v, received.ctx.flat.numels) if self.per_tensor else (v,)
                 by = [part.norm() for part in parts] if self.per_tensor else [norm]
                 shorter = [part * shortening(x, torch.full_like(x, clip)) for part, x in zip(parts, by, strict=True)]
@@ -340,8 +342,8 @@ class AdaptivePrivacy(GaussianPrivacy):
         clip = self.bound_of(received.server)
         sums, norms = self.clipped(received, clip)
         below = ((norms <= clip).to(norms) - 0.5).sum(0, keepdim=True)  # from -1/2 to 1/2 for each client
-        found = {name: (total, self.noise_std(clip)) for name, total in sums.items()}
-        return found | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
+        with_std = {name: (total, self.noise_std(clip)) for name, total in sums.items()}
+        return with_std | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         clip = server.privacy_clip * torch.exp(-self.clip_lr * ((uploads.mean("privacy_below") + 0.5) - self.quantile))

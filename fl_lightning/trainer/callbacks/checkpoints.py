@@ -120,13 +120,13 @@ class Checkpoints(Callback):
         kept = ranked[: self.save_top_k]
         if run.rounds_done not in kept:
             return
-        before, self.best = self.best, {r: scores[r] for r in kept}
+        previous, self.best = self.best, {r: scores[r] for r in kept}
         if self.save_top_k > 1:
             resume.save(run, self._path(run, run.rounds_done), stays=self.keep_all)
         if kept[0] == run.rounds_done:
             resume.save(run, run.folder.best, stays=False)
         if run.fabric.is_global_zero and not self.keep_all and self.save_top_k > 1:
-            for dropped in before.keys() - self.best.keys():
+            for dropped in previous.keys() - self.best.keys():
                 self._path(run, dropped).unlink(missing_ok=True)
 
     def _path(self, run: Run, rounds: int) -> Path:
@@ -150,10 +150,10 @@ def monitored(run: Run, callback: str, name: str, metrics: Mapping[str, float]) 
     Raises:
         UserError: If every metric has been measured once, and this one is not among them.
     """
-    every = [run.settings.eval_every, *(getattr(c, "every_n_rounds", None) or 1 for c in run.callbacks)]
+    intervals = [run.settings.eval_every, *(getattr(c, "every_n_rounds", None) or 1 for c in run.callbacks)]
     answered = not name.startswith("client/") or "client/train/loss" in run.metrics
     ensure(
-        name in run.metrics or not answered or run.rounds_done < min(max(every), run.max_rounds),
+        name in run.metrics or not answered or run.rounds_done < min(max(intervals), run.max_rounds),
         f"trainer.callbacks: {callback}.monitor = {name}: no such metric; choose from {', '.join(sorted(run.metrics))}",
     )
     return metrics.get(name)

@@ -136,11 +136,11 @@ class Progress(Callback):
             for n, (at, best) in bests.items()
         ]
         self.console.print(filled(["", "last", "best", "at round"], rows, box=None))
-        if found := read_json(run.folder.path / SUMMARY, dict):
-            spread = f" ± {_number(found['std'])}" if found["std"] else ""
-            mean = f"mean {title(found['metric']).removeprefix('mean ')} {_number(found['mean'])}{spread}"
+        if summary := read_json(run.folder.path / SUMMARY, dict):
+            spread = f" ± {_number(summary['std'])}" if summary["std"] else ""
+            mean = f"mean {title(summary['metric']).removeprefix('mean ')} {_number(summary['mean'])}{spread}"
             self.console.print(
-                f"last {found['last']} of {found['rounds']} rounds: {mean} of {found['evaluations']} evaluations",
+                f"last {summary['last']} of {summary['rounds']} rounds: {mean} of {summary['evaluations']} evaluations",
                 highlight=False,
             )
         seconds = sum(value for name in ("time/round_s", "time/flatness_s") for _, value in columns.get(name, ()))
@@ -163,8 +163,8 @@ class Progress(Callback):
         ]
         table = filled(["round", *map(title, self._columns)], rows, left=0, box=None)
         first, *more = fitting(table, self.console.width)
-        left = ", ".join(str(column.header) for part in more for column in part.columns[1:])
-        return Group(first, *([f"too wide, see {FILE}: {left}"] if left else []), self._bar)
+        hidden = ", ".join(str(column.header) for part in more for column in part.columns[1:])
+        return Group(first, *([f"too wide, see {FILE}: {hidden}"] if hidden else []), self._bar)
 
 
 def _print_how_to_continue(run: Run) -> None:
@@ -245,15 +245,15 @@ def with_defaults(callbacks: Sequence[Any], progress: bool) -> list[Callback]:
         UserError: If an object is another callback of Lightning or no callback at all, or if a default callback is
             given twice.
     """
-    found = [_accepted(callback) for callback in callbacks]
-    for once in (Checkpoints, Curves, Progress, Results):
-        many = sum(isinstance(callback, once) for callback in found)
-        ensure(many <= 1, f"trainer.callbacks: {once.__name__} is there {many} times; give it once")
+    accepted = [_accepted(callback) for callback in callbacks]
+    for singleton in (Checkpoints, Curves, Progress, Results):
+        count = sum(isinstance(callback, singleton) for callback in accepted)
+        ensure(count <= 1, f"trainer.callbacks: {singleton.__name__} is there {count} times; give it once")
     needed = (Results, Checkpoints, *((Curves, Progress) if progress else (Ending,)))
-    found += [default() for default in needed if not any(isinstance(callback, default) for callback in found)]
+    accepted += [default() for default in needed if not any(isinstance(callback, default) for callback in accepted)]
     # measurements come first; Progress shows what Results has written; Checkpoints saves when the others have run
     order = (Curves, Results, Progress, Ending, EarlyStoppingAdapter, Checkpoints)
-    return sorted(found, key=lambda c: next((i + 1 for i, kind in enumerate(order) if isinstance(c, kind)), 0))
+    return sorted(accepted, key=lambda c: next((i + 1 for i, kind in enumerate(order) if isinstance(c, kind)), 0))
 
 
 def _accepted(callback: Any) -> Callback:
@@ -299,8 +299,8 @@ class Results(Callback):
         name, metrics = run.data.metric()[0], tested(run.metrics)
         metric = next((metric for metric in metrics if metric.endswith(f"/{name}")), None)
         if run.fabric.is_global_zero and metric:  # a run may stop before its first evaluation
-            found = summarise(run.folder.path, None, self.target, metric, eval_last=run.settings.eval_last)
-            write_atomically(run.folder.path / SUMMARY, json_text(found, indent=2))
+            summary = summarise(run.folder.path, None, self.target, metric, eval_last=run.settings.eval_last)
+            write_atomically(run.folder.path / SUMMARY, json_text(summary, indent=2))
 
 
 class Curves(Callback):
@@ -311,10 +311,10 @@ class Curves(Callback):
 
     @rank_zero_only
     def on_fit_end(self, run: Run) -> None:
-        drawn = {"curves": plot_curves({run.folder.name: run.folder.metrics})}
+        figures = {"curves": plot_curves({run.folder.name: run.folder.metrics})}
         if clients := read_clients(run.folder.path):
-            drawn["clients"] = plot_clients({run.folder.name: [clients]})
-        for name, figure in drawn.items():
+            figures["clients"] = plot_clients({run.folder.name: [clients]})
+        for name, figure in figures.items():
             _, png = save_figure(figure, run.folder.path / name)
             for logger in run.own_loggers:
                 logger.log_figure(name, png, run.rounds_done)

@@ -105,13 +105,13 @@ class FlatnessMonitor(Callback):
             context = MeasurementContext(
                 run, run.global_model, self._before, run.server, self._cohort, mean, self._previous
             )
-            found = numbered([m for measure in self._measures() for m in measure.compute(context)])
-            self._write(run, found)
+            measurements = numbered([m for measure in self._measures() for m in measure.compute(context)])
+            self._write(run, measurements)
             self._seconds += time.perf_counter() - started
             self._total += self._seconds
             run.log(
                 {
-                    **scalars(found),
+                    **scalars(measurements),
                     "time/flatness_s": self._seconds,
                     "time/flatness_share": self._total / (time.perf_counter() - self._started),
                 }
@@ -149,8 +149,8 @@ class FlatnessMonitor(Callback):
         self._previous, self._seen = state.get("pseudo_gradient"), state.get("seen", 0)
         self._total = state.get("total", 0.0)
         known = state.get("measures", [])
-        for measure, of in zip(self.metrics, known if len(known) == len(self.metrics) else repeat({}), strict=False):
-            measure.load_state_dict(of)
+        for measure, saved in zip(self.metrics, known if len(known) == len(self.metrics) else repeat({}), strict=False):
+            measure.load_state_dict(saved)
         self._started = time.perf_counter() - state.get("elapsed", 0.0)
 
 
@@ -169,12 +169,12 @@ def replay(run: Run, callback: Callback) -> None:
         if run.kind == "centralized":
             callback.on_round_start(run, run.round_context(t), [])
         else:
-            for now in range(run.rounds_done, t + 1):
-                run.should_stop = now == t
-                again = Round(run, Cohort.draw(run, now), partial(callback.on_local_end, run))
-                callback.on_round_start(run, run.round_context(now), again.cohort.clients)
+            for round in range(run.rounds_done, t + 1):
+                run.should_stop = round == t
+                again = Round(run, Cohort.draw(run, round), partial(callback.on_local_end, run))
+                callback.on_round_start(run, run.round_context(round), again.cohort.clients)
                 again.train(run.engine)
-                if now < t:
+                if round < t:
                     again.apply()
                     callback.on_round_end(run)
     finally:
@@ -214,12 +214,12 @@ def figures(measurements: Sequence[Measurement], label: str) -> dict[str, Callab
         measurements: The measurements.
         label: The model's name.
     """
-    found: dict[str, Callable[[], Figure]] = {}
+    plots: dict[str, Callable[[], Figure]] = {}
     for m in measurements:  # the names begin with the matrix, unless it is the Hessian
         if "eigenvalues" in m.details:
-            found[m.name.replace("lambda_1", "spectrum")] = partial(plot_spectrum, {label: m.details["eigenvalues"]})
+            plots[m.name.replace("lambda_1", "spectrum")] = partial(plot_spectrum, {label: m.details["eigenvalues"]})
         if "density" in m.details:
-            found[m.name.replace("density_mean", "density")] = partial(
+            plots[m.name.replace("density_mean", "density")] = partial(
                 plot_density, {label: (m.details["grid"], m.details["density"])}
             )
-    return found
+    return plots

@@ -136,7 +136,7 @@ class CSVLogger(RunLogger):
     def __init__(self) -> None:
         self.columns: list[str] = ["round"]
         self.checksums: dict[int, int] = {}
-        """Of the rows up to the last round, and up to those before that an error may take back."""
+        """Checksums of the rows up to the last round, and up to those before that an error may take back."""
 
     def check(self, run_dir: Path, state: Mapping[str, Any], round: int) -> None:
         _rows(run_dir / FILE, state, round)
@@ -157,9 +157,9 @@ class CSVLogger(RunLogger):
         """Appends the row of round ``step``."""
         new_row = {name: str(value) for name, value in {"round": step, **metrics}.items()}
         with writing(self.path):
-            if new := [key for key in metrics if key not in self.columns]:
+            if new_columns := [key for key in metrics if key not in self.columns]:
                 head, *rows = read_rows(self.path)
-                self._rewrite([*self.columns, *new], [dict(zip(head, row, strict=True)) for row in rows])
+                self._rewrite([*self.columns, *new_columns], [dict(zip(head, row, strict=True)) for row in rows])
             # it must exist, and no link is followed that somebody has put there
             with open(self.path, "r+", newline="", opener=_no_link) as file:
                 file.seek(0, os.SEEK_END)
@@ -184,11 +184,11 @@ def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
-def _checksum(rows: Iterable[Mapping[str, str]], before: int = 0) -> int:
+def _checksum(rows: Iterable[Mapping[str, str]], checksum: int = 0) -> int:
     """Returns the CRC-32 of the numbers in rows, in any order of the columns, after that of the rows before."""
     for row in rows:
-        before = crc32("".join(f"{name}={row[name]}\n" for name in sorted(row) if row[name]).encode(), before)
-    return before
+        checksum = crc32("".join(f"{name}={row[name]}\n" for name in sorted(row) if row[name]).encode(), checksum)
+    return checksum
 
 
 def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str], list[dict[str, str]]]:
@@ -207,8 +207,8 @@ def _rows(path: Path, state: Mapping[str, Any], rounds: int) -> tuple[list[str],
     try:
         head, *lines = read_rows(path) or [[]]
     except (OSError, ValueError, csv.Error) as error:
-        what = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path}: cannot be read ({what}); {remedy}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read ({reason}); {remedy}") from None
     if head == ["round"] and not lines:
         return columns or head, [{"round": str(k + 1)} for k in range(rounds)]
     rows = [dict(zip(head, line, strict=False)) for line in lines[:rounds]]

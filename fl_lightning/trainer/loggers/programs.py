@@ -157,8 +157,8 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         log_model: bool | None = None,
     ) -> None:
         project = project or os.environ.get("WANDB_PROJECT") or "fl_lightning"
-        found = find_spec("wandb")
-        self.installed = found is not None and found.origin is not None  # a folder of W&B's runs has none
+        spec = find_spec("wandb")
+        self.installed = spec is not None and spec.origin is not None  # a folder of W&B's runs has none
         ensure(self.installed or mode is None, f"WandbLogger.mode = {mode}: wandb is missing; run pip install wandb")
         if self.installed:
             super().__init__(project=project, name=name)
@@ -299,13 +299,13 @@ class WandbLogger(LightningWandbLogger, FigureLogger):
         """Logs files of the run folder that exist, under second names, as later files take their place."""
         import wandb
 
-        made = wandb.Artifact(f"{kind}-{self.experiment.id}", kind)
+        artifact = wandb.Artifact(f"{kind}-{self.experiment.id}", kind)
         for file in filter(Path.exists, files):
             name = file.relative_to(self.dir)
             kept = _kept(file, Path(self.experiment.dir).parent / "artifacts" / name)
-            made.add_file(str(kept), str(name), policy="immutable", skip_cache=True)
-        if made.manifest.entries:
-            self.experiment.log_artifact(made, aliases=[alias])
+            artifact.add_file(str(kept), str(name), policy="immutable", skip_cache=True)
+        if artifact.manifest.entries:
+            self.experiment.log_artifact(artifact, aliases=[alias])
 
 
 def _kept(file: Path, to: Path) -> Path:

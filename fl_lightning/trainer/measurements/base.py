@@ -109,9 +109,9 @@ class MeasurementContext:
         if split == "test":
             return self.share("test"), len(data.y_test), "test set"
         chosen = data.sample_indices(samples, self.run.seed)
-        whole = len(chosen) == int(data.client_sizes.sum())
-        what = "training data of all clients"
-        return self.share(chosen), len(chosen), what if whole else f"{what}, stratified sample"
+        complete = len(chosen) == int(data.client_sizes.sum())
+        description = "training data of all clients"
+        return self.share(chosen), len(chosen), description if complete else f"{description}, stratified sample"
 
     def union(self, clients: Sequence[int]) -> tuple[Batches, int, str]:
         """Returns the data of some clients, as `train` does."""
@@ -278,8 +278,8 @@ def local_models(run: Run, clients: Sequence[int], on_result: Callable[[LocalRes
         on_result: Called with each finite result of the last phase on this process.
         at_once: Clients of a block, which is the cohort of an algorithm with several phases.
     """
-    for at in range(0, len(clients), at_once):
-        for phase in _next_round(run, clients[at : at + at_once], on_result).phases():
+    for start in range(0, len(clients), at_once):
+        for phase in _next_round(run, clients[start : start + at_once], on_result).phases():
             results = run.engine.train(phase.send())
             if phase.last:
                 phase.observe(results)
@@ -330,10 +330,10 @@ class Updates(Measure):
         mine = {
             r.client: [float((r.w - w).norm()) for w in (r.received.w, context.old.w, context.new.w)] for r in models
         }
-        found = collectives.all_gather_dict(context.run.fabric, mine)
+        distances = collectives.all_gather_dict(context.run.fabric, mine)
         values = {"norm_w": float(context.new.w.norm())}
-        if found:
-            received, before, after = zip(*found.values(), strict=True)
+        if distances:
+            received, before, after = zip(*distances.values(), strict=True)
             values |= {
                 "drift": mean(received),
                 "distance": mean(after),
@@ -348,7 +348,7 @@ class Updates(Measure):
                 values["pseudo_gradient_cosine"] = cosine(context.pseudo_gradient, context.previous)
         values |= {f"server_{name}": float(v) for name, v in context.new.items() if v.numel() == 1}
         settings = {"step_sharpness": {"rho": self.rho}}
-        data = f"{len(found)} clients" if found else ""
+        data = f"{len(distances)} clients" if distances else ""
         return [
             Measurement(name=name, value=v, model="models of the round", data=data, settings=settings.get(name, {}))
             for name, v in values.items()

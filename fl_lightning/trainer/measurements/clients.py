@@ -48,8 +48,8 @@ class OwnSamples:
 
     def __init__(self, run: Run) -> None:
         self.run, data = run, run.data
-        found = {k: data.client_test_indices(k) for k in range(data.num_clients)}
-        self.indices = {k: own for k, own in found.items() if own is not None and len(own)}
+        indices = {k: data.client_test_indices(k) for k in range(data.num_clients)}
+        self.indices = {k: samples for k, samples in indices.items() if samples is not None and len(samples)}
         self.clients = list(self.indices)
 
     def score(self, client: int, w: Tensor) -> Score:
@@ -186,33 +186,37 @@ class ClientEvaluation(Measure):
         )
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        run, data, of = context.run, context.run.data, client_data(context.run)
-        clients, personal = of.clients, run.objective.personal
+        run, data, test_data = context.run, context.run.data, client_data(context.run)
+        clients, personal = test_data.clients, run.objective.personal
         if self.clients is not None:
             draw = numpy_generator(run.seed, "client evaluation")
             clients = sorted(draw.choice(clients, self.clients, replace=False, shuffle=False).tolist())
         run.load_statistics(context.model)
         at_once = max(len(context.cohort), 1)
-        scores, unseen = _own(run, clients, of) if personal else (of.scores(clients, context.model), {})
-        local = _local(run, clients, of, at_once) if self.local_models else {}
+        scores, unseen = _own(run, clients, test_data) if personal else (test_data.scores(clients, context.model), {})
+        local = _local(run, clients, test_data, at_once) if self.local_models else {}
         metric = data.metric()[0]
         self._head = ["round", "client", "samples", metric, "loss", f"local_{metric}", "local_loss"]
         self._rows = [
-            [run.rounds_done, k, int(data.client_sizes[k]), *each, *local.get(k, ("", ""))]
-            for k, each in scores.items()
+            [run.rounds_done, k, int(data.client_sizes[k]), *score, *local.get(k, ("", ""))]
+            for k, score in scores.items()
         ]
-        found = _measurements(run, GLOBAL, scores, "clients' own models" if personal else "global model", of.what)
-        found += _measurements(run, UNSEEN, unseen, "models of clients that have not trained", of.what)
+        measurements = _measurements(
+            run, GLOBAL, scores, "clients' own models" if personal else "global model", test_data.what
+        )
+        measurements += _measurements(run, UNSEEN, unseen, "models of clients that have not trained", test_data.what)
         if self.adapt_epochs and unseen:
-            adapted = _adapted(run, [*unseen], of, at_once, self.adapt_epochs)
-            what = f"models of clients that have not trained, after {self.adapt_epochs} epochs of what stays"
-            found += _measurements(run, ADAPTED, adapted, what, of.what)
+            adapted = _adapted(run, [*unseen], test_data, at_once, self.adapt_epochs)
+            model = f"models of clients that have not trained, after {self.adapt_epochs} epochs of what stays"
+            measurements += _measurements(run, ADAPTED, adapted, model, test_data.what)
         if local:
-            found += _measurements(run, LOCAL, local, "local models of the next round", of.what)
+            measurements += _measurements(run, LOCAL, local, "local models of the next round", test_data.what)
             gap = sum(local[k][0] - {**scores, **unseen}[k][0] for k in local) / len(local)
-            what = f"{of.what}, {len(local)} clients"
-            found.append(Measurement(name=f"{LOCAL}/{metric}_gap", value=gap, model="local minus global", data=what))
-        return found
+            description = f"{test_data.what}, {len(local)} clients"
+            measurements.append(
+                Measurement(name=f"{LOCAL}/{metric}_gap", value=gap, model="local minus global", data=description)
+            )
+        return measurements
 
     def keep(self, run: Run) -> None:
         run.folder.append_rows(FILE, self._head, self._rows)
@@ -241,56 +245,61 @@ def evaluate(run: Run, split: Split) -> dict[str, float]:
 
     The clients' own models are evaluated as `ClientEvaluation` does, on the test set. Every process calls.
     """
-    found = run.evaluate(split) if run.objective.has_global_model else {}
+    metrics = run.evaluate(split) if run.objective.has_global_model else {}
     if split == "test" and run.objective.personal:
-        measured = ClientEvaluation().compute(MeasurementContext.between_rounds(run))
-        found |= {m.metric: m.value for m in measured if m.value is not None}
-    return found
+        measurements = ClientEvaluation().compute(MeasurementContext.between_rounds(run))
+        metrics |= {m.metric: m.value for m in measurements if m.value is not None}
+    return metrics
 
 
-def _own(run: Run, clients: Sequence[int], of: ClientData) -> tuple[Scores, Scores]:
-    """Evaluates each client's own model; those of clients that have trained, and of the others."""
+def _own(run: Run, clients: Sequence[int], test_data: ClientData) -> tuple[Scores, Scores]:
+    """Returns the scores of the clients' own models: of clients that have trained, and of the others."""
     mine: dict[int, tuple[Score, bool]] = {}
     for k in filter(run.clients.owns, clients):
         state = run.clients.get(k, run.server.w, {})
         with run.evaluator.statistics_of(state):
-            mine[k] = of.score(k, run.objective.client_model(run.global_model, state)), run.clients.row(k) is not None
-    found = collectives.all_gather_dict(run.fabric, mine)
-    seen, unseen = ({k: score for k, (score, yes) in found.items() if yes == wanted} for wanted in (True, False))
+            mine[k] = (
+                test_data.score(k, run.objective.client_model(run.global_model, state)),
+                run.clients.row(k) is not None,
+            )
+    scores = collectives.all_gather_dict(run.fabric, mine)
+    seen, unseen = (
+        {k: score for k, (score, trained) in scores.items() if trained == wanted} for wanted in (True, False)
+    )
     return seen, unseen
 
 
-def _add(run: Run, scores: dict[int, Score], of: ClientData, result: LocalResult) -> None:
+def _add(run: Run, scores: dict[int, Score], test_data: ClientData, result: LocalResult) -> None:
     """Adds the score of a client's local model, if it is finite, with its statistics, which the net holds."""
     if result.finite:
         with run.evaluator.statistics_of(State({})):
-            scores[result.client] = of.score(result.client, result.w)
+            scores[result.client] = test_data.score(result.client, result.w)
 
 
-def _local(run: Run, clients: Sequence[int], of: ClientData, at_once: int) -> Scores:
+def _local(run: Run, clients: Sequence[int], test_data: ClientData, at_once: int) -> Scores:
     """Evaluates each client's local model."""
     mine: dict[int, Score] = {}
-    local_models(run, clients, partial(_add, run, mine, of), at_once)
+    local_models(run, clients, partial(_add, run, mine, test_data), at_once)
     return collectives.all_gather_dict(run.fabric, mine)
 
 
-def _adapted(run: Run, clients: Sequence[int], of: ClientData, at_once: int, epochs: int) -> Scores:
+def _adapted(run: Run, clients: Sequence[int], test_data: ClientData, at_once: int, epochs: int) -> Scores:
     """Evaluates clients after training by themselves, of which nothing is kept."""
     mine: dict[int, Score] = {}
-    for at in range(0, len(clients), at_once):
-        cohort = Cohort.of(run, clients[at : at + at_once], run.next_round).alone(run, epochs)
-        phase = Phase(Round(run, cohort, partial(_add, run, mine, of)), cohort)
+    for start in range(0, len(clients), at_once):
+        cohort = Cohort.of(run, clients[start : start + at_once], run.next_round).alone(run, epochs)
+        phase = Phase(Round(run, cohort, partial(_add, run, mine, test_data)), cohort)
         phase.observe(run.engine.train(phase.send()))
     return collectives.all_gather_dict(run.fabric, mine)
 
 
-def _measurements(run: Run, place: str, scores: Scores, model: str, what: str) -> list[Measurement]:
+def _measurements(run: Run, place: str, scores: Scores, model: str, description: str) -> list[Measurement]:
     """Returns the statistics of scores over clients, none without clients."""
     if not scores:
         return []
     name, samples = run.data.metric()[0], [int(run.data.client_sizes[k]) for k in scores]
     metrics, losses = ([score[i] for score in scores.values()] for i in (0, 1))
-    data = f"{what}, {len(scores)} clients"
+    data = f"{description}, {len(scores)} clients"
     values = {
         **{f"{name}{end}": x for end, x in statistics(metrics, samples, run.directions[name]).items()},
         "loss": sum(losses) / len(losses),

@@ -75,8 +75,8 @@ class CurvatureMeasure(Measure):
     @property
     def protocol(self) -> dict[str, Any]:
         """The settings of a measurement that name its matrix."""
-        given = {"parameters": " ".join(self.parameters or ()), "merged": self.merged}
-        return {"operator": self.operator, **{name: value for name, value in given.items() if value}}
+        settings = {"parameters": " ".join(self.parameters or ()), "merged": self.merged}
+        return {"operator": self.operator, **{name: value for name, value in settings.items() if value}}
 
     def matrix(self, loss: Mapping[str, Any]) -> Operator:
         """Returns the matrix of a loss, which `MeasurementContext.loss` and `local_loss` describe."""
@@ -127,12 +127,12 @@ def _check_derivatives(net: str, measure: CurvatureMeasure, loss: Mapping[str, A
         return
     try:
         with WithoutCasts():
-            u, v, one, other = _products(measure, _in_float64(loss))
+            u, v, Hu, Hv = _products(measure, _in_float64(loss))
     except Exception:  # a net that cannot be copied, or has a dtype of its own, or a device without float64
         return
-    apart, scale = float(v @ one - u @ other), float(one.norm() * v.norm())
+    asymmetry, scale = float(v @ Hu - u @ Hv), float(Hu.norm() * v.norm())
     ensure(
-        not abs(apart) > 1e-3 * scale,
+        not abs(asymmetry) > 1e-3 * scale,
         f"measure: {name}: the second derivatives of {net} are no symmetric matrix, so torch's are wrong; {remedy}",
     )
 
@@ -150,12 +150,12 @@ def _with_smoothness(
 ) -> list[Measurement]:
     """Returns measurements with their step and what they are of, and by how much a halved step moves a product."""
     draw = torch.Generator().manual_seed(0)
-    moved = matrix.halving(torch.randn(matrix.shape[0], generator=draw).to(matrix.f.w.detach()))
-    more = {"step": matrix.step, "curvature": "smoothed over the step" if moved > SMOOTHED else "of the loss"}
-    found = [replace(each, settings={**each.settings, **more}) for each in measurements]
+    change = matrix.halving(torch.randn(matrix.shape[0], generator=draw).to(matrix.f.w.detach()))
+    more = {"step": matrix.step, "curvature": "smoothed over the step" if change > SMOOTHED else "of the loss"}
+    annotated = [replace(measurement, settings={**measurement.settings, **more}) for measurement in measurements]
     return [
-        *found,
-        replace(found[0], name=f"{measure.prefix}halving", value=moved, residual=None, error=None, details={}),
+        *annotated,
+        replace(annotated[0], name=f"{measure.prefix}halving", value=change, residual=None, error=None, details={}),
     ]
 
 
@@ -197,12 +197,12 @@ def check_measures(measures: Sequence[Measure], run: Run) -> None:
         if measure.of_global_model:
             run.objective.check_global_model(type(measure).__name__)
         measure.check(run)
-        for each in measure.blocks(run) if isinstance(measure, CurvatureMeasure) else ():
-            other = matrices.setdefault(each.prefix, each.protocol)
+        for block in measure.blocks(run) if isinstance(measure, CurvatureMeasure) else ():
+            protocol = matrices.setdefault(block.prefix, block.protocol)
             require(
-                other == each.protocol,
+                protocol == block.protocol,
                 "measure: parameters",
-                f"{each.parameters} beside {other}",
+                f"{block.parameters} beside {protocol}",
                 "names differ by letters and digits only; measure one of the two, or write the pattern otherwise",
             )
 
@@ -235,11 +235,11 @@ class GlobalCurvature(CurvatureMeasure):
     def blocks(self, run: Run) -> list[Self]:
         if not self.by_layer:
             return [self]
-        names, found = run.objective.shared or self.spec(run).names, []
-        for layer, its in layers(names if self.parameters is None else matching(names, self.parameters)).items():
-            found.append(copy(self))
-            found[-1].layer, found[-1].parameters = layer, its
-        return found
+        names, blocks = run.objective.shared or self.spec(run).names, []
+        for layer, parameters in layers(names if self.parameters is None else matching(names, self.parameters)).items():
+            blocks.append(copy(self))
+            blocks[-1].layer, blocks[-1].parameters = layer, parameters
+        return blocks
 
     def check(self, run: Run) -> None:
         shared, spec = run.objective.shared, run.net.spec.names
@@ -278,23 +278,23 @@ class GlobalCurvature(CurvatureMeasure):
         Raises:
             Interrupted: On KeyboardInterrupt; ``partial`` holds the measurements from the partial result.
         """
-        batches, n, what = context.train(self.samples, self.split)
-        common: dict[str, Any] = {"data": what, "samples": n}
+        batches, n, description = context.train(self.samples, self.split)
+        common: dict[str, Any] = {"data": description, "samples": n}
         shared, measured = context.run.objective.shared, list[Measurement]()
         function = self.function(context.loss(batches)) if shared is None else {}
         for block in self.blocks(context.run):
             if shared is None:
                 matrix: Matrix = block.block(function)
             else:
-                each = block._own(context, shared)
-                if not each:  # nobody has trained
+                operators = block._own(context, shared)
+                if not operators:  # nobody has trained
                     return []
-                n = sum(size for size, _ in each)
-                common |= {"samples": n, "model": f"shared part of {len(each)} clients' own models"}
-                matrix = Mixture([(size / n, operator) for size, operator in each])
+                n = sum(size for size, _ in operators)
+                common |= {"samples": n, "model": f"shared part of {len(operators)} clients' own models"}
+                matrix = Mixture([(size / n, operator) for size, operator in operators])
             try:
-                found = block.estimate(matrix, seed=context.run.seed, progress=context.progress)
-                new = block.measurements(found, **common)
+                estimate = block.estimate(matrix, seed=context.run.seed, progress=context.progress)
+                new = block.measurements(estimate, **common)
                 measured += _with_smoothness(matrix, block, new) if isinstance(matrix, Differences) else new
             except Interrupted as stop:
                 raise Interrupted([*measured, *block.measurements(stop.partial, **common)]) from None
@@ -303,15 +303,15 @@ class GlobalCurvature(CurvatureMeasure):
     def _own(self, context: MeasurementContext, shared: list[str]) -> list[tuple[int, Operator]]:
         """Returns the block of what is shared at each client's own model, with its number of samples."""
         run, parameters, kept_bytes = context.run, self.parameters or shared, 0
-        chosen, found = run.data.sample_indices(self.samples, run.seed), list[tuple[int, Operator]]()
+        chosen, operators = run.data.sample_indices(self.samples, run.seed), list[tuple[int, Operator]]()
         for k, w in own_models(run).items():
-            own = run.data.clients[k]
-            own = own[torch.isin(own, chosen)]
-            if len(own):
-                loss, keep = context.loss(context.share(own), w), None if kept_bytes < KEEP_BYTES else False
+            indices = run.data.clients[k]
+            indices = indices[torch.isin(indices, chosen)]
+            if len(indices):
+                loss, keep = context.loss(context.share(indices), w), None if kept_bytes < KEEP_BYTES else False
                 operator = OPERATORS[self.operator](**loss, parameters=parameters, keep_graph=keep)
                 kept_bytes += operator.kept_bytes
                 if kept_bytes > KEEP_BYTES:
                     operator.drop_graphs()
-                found.append((len(own), operator))
-        return found
+                operators.append((len(indices), operator))
+        return operators

@@ -82,29 +82,34 @@ class Discrepancy(LocalMean):
         self.add(sharpness(**local_loss(run, result.client, result.w), rho=self.rho, steps=self.steps), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        batches, n, what = context.train(self.samples)
+        batches, n, description = context.train(self.samples)
         after = context.new if self._after is None else self._after
         rise = sharpness(**context.loss(batches, after), rho=self.rho, steps=self.steps)
         end = "" if self.clients == "cohort" else "_all"
         common: dict[str, Any] = {"iterations": self.steps, "settings": {"rho": self.rho, "steps": self.steps}}
         measurements = [
             Measurement(
-                name=f"sharpness_global{end}", value=rise, model="aggregated model", data=what, samples=n, **common
+                name=f"sharpness_global{end}",
+                value=rise,
+                model="aggregated model",
+                data=description,
+                samples=n,
+                **common,
             )
         ]
         local, m = self.mean(context)
         if m:
             part = f"the cohort, {len(context.cohort)} of {context.run.data.num_clients}"
-            own = f"own data of {'all clients' if self.clients == 'all' else part}"
+            own_data = f"own data of {'all clients' if self.clients == 'all' else part}"
             measurements += [
                 Measurement(
-                    name=f"sharpness_local{end}", value=local, model="local models", data=own, samples=m, **common
+                    name=f"sharpness_local{end}", value=local, model="local models", data=own_data, samples=m, **common
                 ),
                 Measurement(
                     name=f"discrepancy{end}",
                     value=abs(rise - local),
                     model="aggregated and local models",
-                    data=f"S_i on {own} ({m:,}), S on {what}",
+                    data=f"S_i on {own_data} ({m:,}), S on {description}",
                     samples=n,
                     **common,
                 ),
@@ -141,11 +146,11 @@ class Sharpness(Measure):
         measurements = []
         prefix = "sharpness" if self.eta is None else "adaptive_sharpness"
         settings = {"rho": self.rho, "steps": self.steps} | ({} if self.eta is None else {"eta": self.eta})
-        for of in self.data if context.cohort else ["all"]:
-            batches, n, what = context.train(self.samples) if of == "all" else context.union(context.cohort)
+        for clients in self.data if context.cohort else ["all"]:
+            batches, n, description = context.train(self.samples) if clients == "all" else context.union(context.cohort)
             rise = sharpness(**context.loss(batches), rho=self.rho, steps=self.steps, eta=self.eta)
-            common: dict[str, Any] = {"data": what, "samples": n, "iterations": self.steps, "settings": settings}
-            measurements.append(Measurement(name=f"{prefix}_{of}", value=rise, **common))
+            common: dict[str, Any] = {"data": description, "samples": n, "iterations": self.steps, "settings": settings}
+            measurements.append(Measurement(name=f"{prefix}_{clients}", value=rise, **common))
         return measurements
 
 
@@ -182,17 +187,17 @@ class LPF(Measure):
         self.sigma, self.draws, self.scale, self.samples = sigma, draws, scale, samples
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        batches, n, what = context.train(self.samples)
-        found = lpf(
+        batches, n, description = context.train(self.samples)
+        estimate = lpf(
             **context.loss(batches), sigma=self.sigma, draws=self.draws, scale=self.scale, seed=context.run.seed
         )
         return [
             Measurement(
                 name="lpf" if self.scale == "none" else "lpf_filter",
-                value=found.value,
-                data=what,
+                value=estimate.value,
+                data=description,
                 samples=n,
-                error=found.error,
+                error=estimate.error,
                 iterations=self.draws,
                 settings={"sigma": self.sigma, "scale": self.scale},
             )
@@ -212,14 +217,16 @@ class CohortLoss(LocalMean):
         self.add(mean_loss(**local_loss(run, result.client, result.w)), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        batches, n, what = context.union(context.cohort)
-        before, after = (mean_loss(**context.loss(batches, each)) for each in (context.old, context.new))
+        batches, n, description = context.union(context.cohort)
+        before, after = (mean_loss(**context.loss(batches, state)) for state in (context.old, context.new))
         local, m = self.mean(context)
-        found = (
+        rows = (
             ("loss_drop_cohort", before - after, "models before and after the round"),
             *([("loss_gap", abs(after - local), "aggregated and local models")] if m else []),
         )
-        return [Measurement(name=name, value=x, model=model, data=what, samples=n) for name, x, model in found]
+        return [
+            Measurement(name=name, value=value, model=model, data=description, samples=n) for name, value, model in rows
+        ]
 
 
 def default_measures(objective: LocalObjective | None = None) -> list[Measure]:
@@ -253,8 +260,8 @@ class _Moved:
 class CriticalSharpness(Measure):
     """``critical_sharpness``: 2 / η_c, where the loss is back at its value after a step η_c along a direction.
 
-    By forward passes alone (arXiv:2601.16979); see `fl_lightning.flatness.critical_rate`. The loss is that of a fixed
-    sample. The directions D, all in units of a gradient:
+    A search takes forward passes only (arXiv:2601.16979); see `fl_lightning.flatness.critical_rate`. The loss is that
+    of a fixed sample. The directions D, all in units of a gradient:
 
     - gradient: that of the sample, at the global model. For a quadratic at most λ_max.
     - server: ``(w^t - w^{t+1}) / (η K)``, at w^t; the name ends in ``_server``.
@@ -306,55 +313,59 @@ class CriticalSharpness(Measure):
             slope = float(gradient(**at) @ direction)
             self._moved[result.client] = _Moved(k_lr, direction.cpu(), self._rate("own", at, direction, k_lr, slope))
 
-    def _rate(self, of: str, at: Mapping[str, Any], direction: Tensor, k_lr: float, slope: float) -> Crossing:
-        first, most = self._first.get(of, k_lr or 1.0), MOST_MOVES * k_lr if k_lr else None
+    def _rate(self, kind: str, at: Mapping[str, Any], direction: Tensor, k_lr: float, slope: float) -> Crossing:
+        first, most = self._first.get(kind, k_lr or 1.0), MOST_MOVES * k_lr if k_lr else None
         return critical_rate(**at, direction=direction, first=first, highest=most, slope=slope, tol=self.tol)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        batches, n, what = context.train(self.samples)
+        batches, n, description = context.train(self.samples)
         fabric, data = context.run.fabric, context.run.data
-        common: dict[str, Any] = {"samples": n, "data": what, "settings": {"tol": self.tol}}
+        common: dict[str, Any] = {"samples": n, "data": description, "settings": {"tol": self.tol}}
         k_lr = collectives.all_gather_dict(fabric, self._k_lr)
         moved = collectives.all_gather_dict(fabric, self._moved)
         self._moved, self._k_lr = {}, {}
-        found: list[Measurement] = []
+        measurements: list[Measurement] = []
         if "gradient" in self.along:
             at = context.loss(batches)
             g = gradient(**at)
             crossing = self._rate("gradient", at, g, 0.0, float(g @ g))
-            found += self._measured("gradient", {0: (crossing, 0.0)}, {**common, "model": "global model"})
+            measurements += self._measured("gradient", {0: (crossing, 0.0)}, {**common, "model": "global model"})
         common["model"] = "model before the round"
-        directions = {k: (each.direction.to(context.model), each.k_lr) for k, each in moved.items()}
-        server = sum(k_lr.values()) / max(len(k_lr), 1) if "server" in self.along else 0.0
-        if server or moved:
+        directions = {k: (move.direction.to(context.model), move.k_lr) for k, move in moved.items()}
+        mean_k_lr = sum(k_lr.values()) / max(len(k_lr), 1) if "server" in self.along else 0.0
+        if mean_k_lr or moved:
             at = context.loss(batches, context.old)
             g = gradient(**at)
-            if server:
-                D = (context.old.w - context.new.w) / server
-                crossing = self._rate("server", at, D, server, float(g @ D))
-                found += self._measured("server", {0: (crossing, server)}, common)
+            if mean_k_lr:
+                D = (context.old.w - context.new.w) / mean_k_lr
+                crossing = self._rate("server", at, D, mean_k_lr, float(g @ D))
+                measurements += self._measured("server", {0: (crossing, mean_k_lr)}, common)
         if moved:
-            of_all = {k: (self._rate("clients", at, D, lr, float(g @ D)), lr) for k, (D, lr) in directions.items()}
-            own = {k: (each.own, each.k_lr) for k, each in moved.items()}
-            samples = sum(int(data.client_sizes[k]) for k in own)
-            found += self._measured("clients", of_all, common)
-            found += self._measured("own", own, {**common, "samples": samples, "data": "each client's own data"})
-        return found
+            crossings = {k: (self._rate("clients", at, D, lr, float(g @ D)), lr) for k, (D, lr) in directions.items()}
+            own_crossings = {k: (move.own, move.k_lr) for k, move in moved.items()}
+            samples = sum(int(data.client_sizes[k]) for k in own_crossings)
+            measurements += self._measured("clients", crossings, common)
+            measurements += self._measured(
+                "own", own_crossings, {**common, "samples": samples, "data": "each client's own data"}
+            )
+        return measurements
 
     def _measured(
-        self, of: str, crossings: Mapping[int, tuple[Crossing, float]], common: Mapping[str, Any]
+        self, kind: str, crossings: Mapping[int, tuple[Crossing, float]], common: Mapping[str, Any]
     ) -> list[Measurement]:
         """Returns the measurements along some directions; the next search begins at their median rate."""
-        rates = {k: each.rate for k, (each, _) in crossings.items()}
+        rates = {k: crossing.rate for k, (crossing, _) in crossings.items()}
         if positive := [rate for rate in rates.values() if rate]:
-            self._first[of] = median(positive)
-        common = {**common, "iterations": sum(each.evaluations for each, _ in crossings.values())}
-        end, middle = "" if of == "gradient" else f"_{of}", median(rates.values())
-        sharpness, details = 2 / middle if middle else None, {"rates": rates} if of in ("clients", "own") else {}
-        found = [Measurement(name=f"critical_sharpness{end}", value=sharpness, details=details, **common)]
-        if of != "gradient":
-            moves = median(each.rate / k_lr for each, k_lr in crossings.values())
-            found.append(Measurement(name=f"critical_moves{end}", value=moves, **common))
-        if of in ("clients", "own"):
-            found.append(Measurement(name=f"critical_ascending{end}", value=1 - len(positive) / len(rates), **common))
-        return found
+            self._first[kind] = median(positive)
+        common = {**common, "iterations": sum(crossing.evaluations for crossing, _ in crossings.values())}
+        end, middle = "" if kind == "gradient" else f"_{kind}", median(rates.values())
+        sharpness, details = 2 / middle if middle else None, {"rates": rates} if kind in ("clients", "own") else {}
+        measurements = [Measurement(name=f"critical_sharpness{end}", value=sharpness, details=details, **common)]
+        if kind != "gradient":
+            moves = median(crossing.rate / k_lr for crossing, k_lr in crossings.values())
+            measurements.append(Measurement(name=f"critical_moves{end}", value=moves, **common))
+        if kind in ("clients", "own"):
+            measurements.append(
+                Measurement(name=f"critical_ascending{end}", value=1 - len(positive) / len(rates), **common)
+            )
+        return measurements

@@ -61,9 +61,9 @@ class Spectrum(GlobalCurvature):
         sizes = dict(zip(spec.names, spec.numels, strict=True))
         groups = [block.parameters for block in self.blocks(run)]
         d = min(sum(sizes[name] for name in matching(spec.names, group or shared or ["*"])) for group in groups)
-        whole = "the net" if shared is None else "the shared part"
-        what = "a layer" if self.by_layer else whole if self.parameters is None else "the group"
-        require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"{what} has {d} weights; give at most {d}")
+        all_weights = "the net" if shared is None else "the shared part"
+        scope = "a layer" if self.by_layer else all_weights if self.parameters is None else "the group"
+        require(self.k <= d, f"measure: {type(self).__name__}.k", self.k, f"{scope} has {d} weights; give at most {d}")
 
     def estimate(self, matrix: Matrix, **options: Any) -> flatness.Spectrum:
         """Returns the spectrum."""
@@ -267,11 +267,11 @@ class ClientLambdaMax(CurvatureMeasure):
         self._at(run, result.client, result.w)
 
     def _at(self, run: Run, client: int, w: Tensor) -> None:
-        for where, found in self._found.items():
+        for where, rows in self._found.items():
             chosen = run.data.clients[client] if where == "local" else run.data.sample_indices(self.samples, run.seed)
             matrix = self.matrix(local_loss(run, client, w, chosen))
             top = flatness.lambda_max(matrix, iterations=self.iterations, tol=self.tol, seed=run.seed)
-            found[client] = (top.value, top.residual, len(chosen))
+            rows[client] = (top.value, top.residual, len(chosen))
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
         measurements, end = [], "" if self.clients == "cohort" else f"_{self.clients}"
@@ -282,20 +282,20 @@ class ClientLambdaMax(CurvatureMeasure):
             for client in filter(context.run.clients.owns, models):
                 self._at(context.run, client, models[client])
         for where, mine in self._found.items():
-            found = collectives.all_gather_dict(context.run.fabric, mine)
-            if not found:  # no client has answered
+            rows = collectives.all_gather_dict(context.run.fabric, mine)
+            if not rows:  # no client has answered
                 continue
-            values, residuals, sizes = zip(*found.values(), strict=True)
-            own = where == "local"
+            values, residuals, sizes = zip(*rows.values(), strict=True)
+            is_local = where == "local"
             mean_of = Measurement(
                 name=f"{self.prefix}client_lambda_max_{where}{end}",
                 value=mean(values),
                 model="own models" if self.clients == "own" else "local models",
-                data=f"own data of {len(found)} clients" if own else "training data",
-                samples=sum(sizes) if own else sizes[0],
+                data=f"own data of {len(rows)} clients" if is_local else "training data",
+                samples=sum(sizes) if is_local else sizes[0],
                 residual=max(residuals),
-                settings={"mean over": len(found), **self.protocol},
-                details={"clients": dict(zip(map(str, found), values, strict=True))},
+                settings={"mean over": len(rows), **self.protocol},
+                details={"clients": dict(zip(map(str, rows), values, strict=True))},
             )
             measurements.append(mean_of)
             if self.clients == "own":

@@ -165,7 +165,8 @@ def read_devices(path: str, key: str) -> list[Device]:
     form = "a JSON file with computation and communication by device" if scale else form
     devices = read_setting(path, key, form, _of_fedscale if scale else _of_table)
     numbers = all(  # NaN is none, and only a transfer may be infinitely fast
-        0 <= of.latency_s < inf and 0 < of.sec_per_sample < inf and of.down_mbps > 0 < of.up_mbps for of in devices
+        0 <= device.latency_s < inf and 0 < device.sec_per_sample < inf and device.down_mbps > 0 < device.up_mbps
+        for device in devices
     )
     ensure(
         bool(devices) and numbers,
@@ -175,8 +176,8 @@ def read_devices(path: str, key: str) -> list[Device]:
 
 
 def _of_fedscale(text: str) -> list[Device]:
-    found = json.loads(text, object_pairs_hook=each_once).values()
-    speeds = ((float(of["computation"]) / 1e3, float(of["communication"]) / 1e3) for of in found)
+    entries = json.loads(text, object_pairs_hook=each_once).values()
+    speeds = ((float(entry["computation"]) / 1e3, float(entry["communication"]) / 1e3) for entry in entries)
     return [Device(seconds, mbps, mbps, 0.0) for seconds, mbps in speeds]
 
 

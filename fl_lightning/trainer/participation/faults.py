@@ -229,18 +229,18 @@ class Faults(Checked, key="trainer.faults"):
             seed: Seed of the run.
         """
         asked = dict(zip(clients, steps, strict=True))
-        there = [k for k in asked if phase or self._is_there(k, t, seed)]
-        found = Attendance({}, len(there), [k for k in asked if k not in set(there)])
-        for k in there:
+        present = [k for k in asked if phase or self._is_there(k, t, seed)]
+        attendance = Attendance({}, len(present), [k for k in asked if k not in set(present)])
+        for k in present:
             if self.drop_after and numpy_generator(seed, "drop after", t, phase, k).random() < self.drop_after:
-                found.dropped.append(k)
+                attendance.dropped.append(k)
                 continue
             done = asked[k] if self.stragglers is None else self.stragglers.steps(k, asked[k], seed)
             if done:
-                found.steps[k] = done
+                attendance.steps[k] = done
             if done < asked[k] and not phase:
-                found.late.append(k)
-        return found
+                attendance.late.append(k)
+        return attendance
 
     def _is_there(self, client: int, t: int, seed: int) -> bool:
         online = self.available is None or client in self.available[t % len(self.available)]

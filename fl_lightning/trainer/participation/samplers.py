@@ -180,8 +180,8 @@ def read_setting(path: str, key: str, form: str, parse: Callable[[str], T], hint
     """
     ensure(Path(path).is_file(), f"{key} = {path}: no such file; give {form}")
     try:
-        found = parse(Path(path).read_text())
+        content = parse(Path(path).read_text())
     except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{key} = {path}: not {form} ({type(error).__name__}: {error})") from None
-    ensure(fits(found, hint), f"{key} = {path}: not {form}")
-    return found
+    ensure(fits(content, hint), f"{key} = {path}: not {form}")
+    return content

@@ -78,7 +78,7 @@ def regroup(fabric: Fabric, rounds: int, seconds: float = 10.0) -> bool:
     with suppress(OSError, RuntimeError):  # the process that held the store is gone, or another one does not come
         _alive(store)
         store.set(f"left {rank}", str(rounds))
-        names = [f"left {each}" for each in range(size)]
+        names = [f"left {peer}" for peer in range(size)]
         if _soon(lambda: bool(store.check(names)), seconds) and {int(store.get(name)) for name in names} == {rounds}:
             dist.init_process_group("gloo", store=PrefixStore("left", store), rank=rank, world_size=size)
             return True
@@ -170,9 +170,9 @@ def on_rank_zero(fabric: Fabric, function: Callable[[], V]) -> V:
 
 def _soon(condition: Callable[[], bool], seconds: float) -> bool:
     """Returns whether a condition becomes true within that time."""
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
@@ -194,20 +194,20 @@ def assign(steps: Sequence[int], processes: int, clients: Sequence[int] = ()) ->
     """
 
     def divided(most: int) -> tuple[int, list[list[int]]]:
-        load, mine = [0] * processes, [list[int]() for _ in range(processes)]
+        load, shares = [0] * processes, [list[int]() for _ in range(processes)]
         for position in sorted(range(len(steps)), key=lambda i: -steps[i]):
             rank = owner(clients[position], processes) if most else 0
             if load[rank] + steps[position] > most:
                 rank = min(range(processes), key=load.__getitem__)
             load[rank] += steps[position]
-            mine[rank].append(position)
-        return max(load), [sorted(positions) for positions in mine]
+            shares[rank].append(position)
+        return max(load), [sorted(positions) for positions in shares]
 
     if processes == 1:
         return [[*range(len(steps))]]
-    longest, mine = divided(0)
-    wished, there = divided(longest) if clients else (longest, mine)
-    return there if wished <= longest and there[0] else mine
+    longest, shares = divided(0)
+    wished, wished_shares = divided(longest) if clients else (longest, shares)
+    return wished_shares if wished <= longest and wished_shares[0] else shares
 
 
 def owner(client: int, processes: int) -> int:
@@ -234,17 +234,17 @@ def exchange(
     Returns:
         The rows that this process receives.
     """
-    here, ops, received = fabric.global_rank, list[dist.P2POp](), dict[int, Tensor]()
+    rank, ops, received = fabric.global_rank, list[dist.P2POp](), dict[int, Tensor]()
     numbers = [math.prod(shape) for shape in shapes.values()]
     if not numbers:
-        return {k: {} for k, (_, target) in moves.items() if target == here}
+        return {k: {} for k, (_, target) in moves.items() if target == rank}
     for source, target in sorted({*moves.values()}):
         clients = [k for k, move in moves.items() if move == (source, target)]
         wire = torch.device("cpu") if dist.get_backend() == "gloo" else like.device
-        if here == source:
+        if rank == source:
             sent = torch.cat([rows[k][name].reshape(-1) for k in clients for name in shapes]).to(wire, like.dtype)
             ops.append(dist.P2POp(dist.isend, sent, target))
-        elif here == target:
+        elif rank == target:
             packed = torch.empty(len(clients) * sum(numbers), dtype=like.dtype, device=wire)
             ops.append(dist.P2POp(dist.irecv, packed, source))
             received |= zip(clients, torch.split(packed, sum(numbers)), strict=True)
@@ -253,7 +253,7 @@ def exchange(
     columns = {
         k: zip(shapes.items(), torch.split(row.to(like.device), numbers), strict=True) for k, row in received.items()
     }
-    return {k: {name: v.view(torch.Size(shape)) for (name, shape), v in its} for k, its in columns.items()}
+    return {k: {name: v.view(torch.Size(shape)) for (name, shape), v in values} for k, values in columns.items()}
 
 
 def all_gather_dict(fabric: Fabric, mine: Mapping[int, V]) -> dict[int, V]:
@@ -273,8 +273,8 @@ def sum_of(fabric: Fabric, mine: Iterable[tuple[int, Tensor]], zero: Tensor) -> 
         zero: The sum over no client.
     """
     if fabric.world_size > 1:
-        everything = all_gather_dict(fabric, {client: value.cpu() for client, value in mine})
-        mine = ((client, value.to(zero)) for client, value in everything.items())
+        values = all_gather_dict(fabric, {client: value.cpu() for client, value in mine})
+        mine = ((client, value.to(zero)) for client, value in values.items())
     return sum((value for _, value in mine), zero)
 
 

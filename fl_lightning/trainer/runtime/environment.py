@@ -127,25 +127,25 @@ def choose_interface(main_address: str) -> None:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # connect sends nothing
             route.connect((main_address, 9))
-            mine = route.getsockname()[0]
+            own_address = route.getsockname()[0]
     except OSError as error:
         raise UserError(
             f"MASTER_ADDR = {main_address}: not reached from this machine ({error.strerror}); give the address of the "
             "first machine, which every machine reaches"
         ) from None
-    known = {name: address for _, name in socket.if_nameindex() if (address := _address(name)) is not None}
-    found = [name for name, address in known.items() if address == mine]
-    if mine.startswith("127."):
-        if main_address in ("localhost", mine):
+    addresses = {name: address for _, name in socket.if_nameindex() if (address := _address(name)) is not None}
+    interfaces = [name for name, address in addresses.items() if address == own_address]
+    if own_address.startswith("127."):
+        if main_address in ("localhost", own_address):
             return  # all processes are on this machine
-        found = [name for name, address in known.items() if not address.startswith("127.")]
+        interfaces = [name for name, address in addresses.items() if not address.startswith("127.")]
         ensure(
-            len(found) < 2,
+            len(interfaces) < 2,
             f"MASTER_ADDR = {main_address}: a loopback address on this machine, whose interfaces are "
-            f"{', '.join(found)}; give the machine's address, or {' and '.join(INTERFACES)}",
+            f"{', '.join(interfaces)}; give the machine's address, or {' and '.join(INTERFACES)}",
         )
-    for variable in INTERFACES if found else ():
-        os.environ.setdefault(variable, found[0])
+    for variable in INTERFACES if interfaces else ():
+        os.environ.setdefault(variable, interfaces[0])
 
 
 def _address(name: str) -> str | None:

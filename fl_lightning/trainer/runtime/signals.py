@@ -13,7 +13,7 @@ from typing import Any
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 """Ctrl-C, kill and a cluster's time limit, a closed terminal, SLURM's warning."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl(2): which signal this process gets when its parent ends; 0: none."""
+"""Option of Linux's prctl(2) that says which signal this process gets when its parent ends; 0: none."""
 STARTER = "FL_LIGHTNING_STARTER"
 """Environment variable with the process that starts others, which inherit it."""
 _active: "Interruption | None" = None

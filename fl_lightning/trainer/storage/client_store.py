@@ -97,13 +97,13 @@ class ClientStore:
         return State({**kept, **State.initial(scratch, self.w0, w)})
 
     def row(self, client: int) -> State | None:
-        """Returns the row of a client, pending or not; None before first contact. Raises as `get`."""
-        found = self._pending.get(client) or self._rows.get(client)
-        if found is not None or client not in self._index:
-            return found
+        """Returns the row of a client, pending or not; None before first contact. It raises as `get` does."""
+        row = self._pending.get(client) or self._rows.get(client)
+        if row is not None or client not in self._index:
+            return row
         ahead = self._ahead.pop(client, None)
-        read = ahead.result() if isinstance(ahead, Future) else ahead or self._disk.read(self._index[client])
-        return State({name: v.to(self.w0.device, non_blocking=True) for name, v in read.items()})
+        values = ahead.result() if isinstance(ahead, Future) else ahead or self._disk.read(self._index[client])
+        return State({name: v.to(self.w0.device, non_blocking=True) for name, v in values.items()})
 
     @property
     def seen(self) -> list[int]:
@@ -174,8 +174,8 @@ class ClientStore:
     def read_ahead(self, clients: Iterable[int]) -> None:
         """Reads the rows of the next clients in a thread, and drops what was read ahead before.
 
-        Best called when a round's own clients have been read. A row that changes meanwhile is returned as it is when
-        `get` asks for it.
+        It is best called when a round's own clients have been read. A row that changes meanwhile is returned as it is
+        when `get` asks for it.
 
         Args:
             clients: Their ids, in the order of use. So many rows must fit into memory in addition to the budget.
@@ -248,9 +248,9 @@ class ClientStore:
         if not self.rank:
             self._index = self._disk.load(file)
             return
-        own = torch.tensor([self.owns(client) for client in file["ids"].tolist()], dtype=torch.bool)
+        owned = torch.tensor([self.owns(client) for client in file["ids"].tolist()], dtype=torch.bool)
         source = RowFile(folder / "rows.bin", self.shapes, self.w0)
-        for client, position in source.load({**file, **{n: file[n][own] for n in COLUMNS}}).items():
+        for client, position in source.load({**file, **{n: file[n][owned] for n in COLUMNS}}).items():
             self.stage({client: source.read(position)})
             self.commit()
         source.close()

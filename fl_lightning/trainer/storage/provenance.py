@@ -64,15 +64,15 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
         UserError: If the file of a resumed run is damaged.
     """
     path = folder / FILE
-    kept = read_json(path, {"starts": list[dict[str, Any]], "changes": dict[str, str]}, _signed([], {}))
-    starts, changes = kept["starts"], kept["changes"]
+    content = read_json(path, {"starts": list[dict[str, Any]], "changes": dict[str, str]}, _signed([], {}))
+    starts, changes = content["starts"], content["changes"]
     ensure(
-        kept == _signed(starts, changes),
+        content == _signed(starts, changes),
         f"{path}: not as the run has written it; restore it, or remove it to go on without",
     )
-    found = {"working folder": _code(Path.cwd()), "package": package()}
-    changes |= {code["changes"]: hidden_text(code["diff"]) for code in found.values() if code and code["changes"]}
-    code = {place: code and {key: v for key, v in code.items() if key != "diff"} for place, code in found.items()}
+    codes = {"working folder": _code(Path.cwd()), "package": package()}
+    changes |= {code["changes"]: hidden_text(code["diff"]) for code in codes.values() if code and code["changes"]}
+    code = {place: code and {key: v for key, v in code.items() if key != "diff"} for place, code in codes.items()}
     starts.append(
         {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -118,10 +118,10 @@ def write_partition(folder: Path, data: FederatedDataModule) -> None:
         folder: The run folder, which exists.
         data: The data, after setup.
     """
-    found = histogram(data, MOST_CLIENTS)
-    counts = [{int(group): int(row[group]) for group in row.nonzero()[0]} for row in found.counts]
-    groups = {} if data.task.by_class else {"unit": found.unit, "names": found.names}
-    text = json_text({"clients": data.num_clients, "classes": len(found.names), "counts": counts, **groups})
+    partition = histogram(data, MOST_CLIENTS)
+    counts = [{int(group): int(row[group]) for group in row.nonzero()[0]} for row in partition.counts]
+    groups = {} if data.task.by_class else {"unit": partition.unit, "names": partition.names}
+    text = json_text({"clients": data.num_clients, "classes": len(partition.names), "counts": counts, **groups})
     write_atomically(folder / PARTITION, text)
 
 
@@ -147,17 +147,17 @@ def digest_of_files(config: Any) -> str:
         config: The settings, as plain values.
     """
     main = sys.modules["__main__"]
-    own = {*Path(fl_lightning.__file__).parent.rglob("*.py")}
+    sources = {*Path(fl_lightning.__file__).parent.rglob("*.py")}
     for module in [*sys.modules.values()]:
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix and STDLIB not in path.parents and not {"site-packages", "dist-packages"} & {*path.parts}:
-            own.add(path)
-    named = {Path(text) for text in map(str, leaves(config)) if os.path.isfile(text)}
-    found = sha256() if hasattr(main, "__file__") else sha256(os.urandom(32))
-    for path in [*sorted(own), *sorted(named)]:
+            sources.add(path)
+    named_files = {Path(text) for text in map(str, leaves(config)) if os.path.isfile(text)}
+    digest = sha256() if hasattr(main, "__file__") else sha256(os.urandom(32))
+    for path in [*sorted(sources), *sorted(named_files)]:
         with suppress(OSError), path.open("rb") as file:
-            found.update(file_digest(file, "sha256").digest())
-    return found.hexdigest()
+            digest.update(file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def command_line() -> str:
@@ -200,10 +200,10 @@ def _git(folder: Path, *args: str) -> str:
     """Returns the output of git in a folder; nothing if it fails or takes too long."""
     command, quiet = ["git", "-C", str(folder), *args], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, env=quiet, text=True, errors="replace",
             timeout=GIT_SECONDS,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return process.stdout if process.returncode == 0 else ""

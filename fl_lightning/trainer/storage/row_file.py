@@ -50,7 +50,7 @@ class RowFile:
         self.free: list[int] = []
         self.pins = path.with_suffix(".pins")
         pins = _read_pins(self.pins) if self.pins.exists() else {}
-        self.kept: dict[str, Bytes] = {name: of[of < end] for name, of in pins.items()}  # by checkpoint, see `state`
+        self.kept: dict[str, Bytes] = {name: pin[pin < end] for name, pin in pins.items()}  # by checkpoint, see `state`
         self.written = "", np.zeros(0, np.int64)  # the last `state`
         self.knows_last = False
         self.stamp = secrets.randbits(62)
@@ -123,18 +123,18 @@ class RowFile:
         """Transfers the bytes of whole rows by preadv or pwritev, in as many calls as it takes."""
         offset = position * self.size
         while len(content):
-            done = call(self.fd, [content], offset)
-            if not done:
+            transferred = call(self.fd, [content], offset)
+            if not transferred:
                 raise OSError(errno.EIO, "the file is cut short")
-            content, offset = content[done:], offset + done
+            content, offset = content[transferred:], offset + transferred
 
     @contextmanager
-    def _in_one_line(self, done: str) -> Iterator[None]:
+    def _in_one_line(self, action: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise UserError(
-                f"{self.path}: cannot be {done} ({error.strerror}); check the disk and resume from the last "
+                f"{self.path}: cannot be {action} ({error.strerror}); check the disk and resume from the last "
                 "checkpoint, or keep the rows in memory (trainer.client_memory)"
             ) from None
 
@@ -160,7 +160,7 @@ class RowFile:
             with self._in_one_line("flushed to disk"):
                 os.fsync(self.fd)
             if pin:  # recorded before there is such a checkpoint
-                pins = {name: torch.from_numpy(of) for name, of in self.kept.items() if name != LAST}
+                pins = {name: torch.from_numpy(kept) for name, kept in self.kept.items() if name != LAST}
                 files.save(self.pins, {"pins": pins})
         return {
             "name": self.path.name,
@@ -179,12 +179,14 @@ class RowFile:
         if not self.knows_last:
             return
         self.kept = {
-            name: of for name, of in self.kept.items() if name in (LAST, FOR_GOOD) or (self.path.parent / name).exists()
+            name: kept
+            for name, kept in self.kept.items()
+            if name in (LAST, FOR_GOOD) or (self.path.parent / name).exists()
         }
         self.held = bytearray(len(self.held))
         held = np.asarray(self.held)
-        for of in self.kept.values():
-            held[of] = 1
+        for kept in self.kept.values():
+            held[kept] = 1
         taken = held.copy()
         taken[used] = 1
         self.free = np.flatnonzero(taken == 0)[::-1].tolist()  # the first ones are taken first
@@ -218,15 +220,15 @@ def as_array(values: Collection[int]) -> Bytes:
     return np.fromiter(values, np.int64, len(values))
 
 
-def _runs(positions: Bytes, most: int) -> Iterator[Bytes]:
+def _runs(positions: Bytes, longest: int) -> Iterator[Bytes]:
     """Divides ascending positions into runs of consecutive ones, of limited length."""
     for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
-        yield from (run[at : at + most] for at in range(0, len(run), most))
+        yield from (run[start : start + longest] for start in range(0, len(run), longest))
 
 
 def _read_pins(path: Path) -> dict[str, Bytes]:
     try:
-        return {str(name): np.asarray(of.numpy()) for name, of in files.load(path)["pins"].items()}
+        return {str(name): np.asarray(positions.numpy()) for name, positions in files.load(path)["pins"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path}: damaged ({error}); put it back, or remove it together with best.ckpt and round_<n>.ckpt, which "

@@ -100,15 +100,15 @@ class RunFolder:
         Raises:
             UserError: If it cannot be written.
         """
-        files, now = config_files(self.path), flatten(config)
+        files, settings = config_files(self.path), flatten(config)
         path = self.path / f"config_round_{rounds_done}.yaml" if rounds_done else self.config
-        if before != now:
+        if before != settings:
             write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))
         for round, later in files.items():
-            if round > rounds_done or (round == rounds_done and before == now):
+            if round > rounds_done or (round == rounds_done and before == settings):
                 later.unlink()
-        said = f"settings changed after round {rounds_done}, see {path.name}: {'; '.join(changes(before, config))}"
-        return said if before and before != now else None
+        message = f"settings changed after round {rounds_done}, see {path.name}: {'; '.join(changes(before, config))}"
+        return message if before and before != settings else None
 
     def append_rows(self, name: str, head: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
         """Appends rows to a CSV file, after the head if it is new.
@@ -140,11 +140,11 @@ class RunFolder:
         Raises:
             UserError: If a line is not as it was written, or a file is missing.
         """
-        now = self.checksums(rounds)
-        for name, known in saved.items():
-            problem = "a line is not as the run has written it" if name in now else "missing"
+        checksums = self.checksums(rounds)
+        for name, checksum in saved.items():
+            problem = "a line is not as the run has written it" if name in checksums else "missing"
             ensure(
-                now.get(name) in (known, 0),
+                checksums.get(name) in (checksum, 0),
                 f"{self.path / name}: {problem}; restore the file, or give an empty one to go on without its lines",
             )
 
@@ -180,14 +180,14 @@ class RunFolder:
         """
         if ckpt_path not in ("last", "best"):
             path = Path(ckpt_path)
-            within = [str(each) for each in (path / "last.ckpt", path / "checkpoints/last.ckpt") if each.is_file()]
+            within = [str(file) for file in (path / "last.ckpt", path / "checkpoints/last.ckpt") if file.is_file()]
             kind = " with ".join(["a folder", *within]) if path.is_dir() else "no such file"
             ensure(path.is_file(), f"ckpt_path = {path}: {kind}; give a checkpoint file, 'last' or 'best'")
             return path
-        found = list((root / name).glob(f"version_*/{RunFolder.CHECKPOINTS}/{ckpt_path}.ckpt"))
+        matches = list((root / name).glob(f"version_*/{RunFolder.CHECKPOINTS}/{ckpt_path}.ckpt"))
         remedy = "start without --ckpt_path" if ckpt_path == "last" else "set monitor of the callback Checkpoints"
-        ensure(found != [], f"ckpt_path = {ckpt_path}: no such checkpoint under {root / name}; {remedy}")
-        return max(found, key=lambda path: path.stat().st_mtime_ns)
+        ensure(matches != [], f"ckpt_path = {ckpt_path}: no such checkpoint under {root / name}; {remedy}")
+        return max(matches, key=lambda path: path.stat().st_mtime_ns)
 
 
 def _checksum(path: Path, rounds: int) -> int:
