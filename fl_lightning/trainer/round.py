@@ -193,7 +193,7 @@ class Phase:
     """One exchange of a round: the cohort receives, trains and uploads.
 
     Args:
-        of: The round.
+        round: The round.
         cohort: The clients whose uploads are to arrive in this phase.
 
     Attributes:
@@ -204,23 +204,23 @@ class Phase:
         current: What clients receive now.
     """
 
-    def __init__(self, of: Round, cohort: Cohort) -> None:
-        self.round, self.run, self.cohort = of, of.run, cohort
+    def __init__(self, round: Round, cohort: Cohort) -> None:
+        self.round, self.run, self.cohort = round, round.run, cohort
         objective = self.run.objective
         self.ctx = self.run.round_context(cohort.t, cohort.phase % objective.phases)
         self.alone = cohort.phase == objective.phases
         self.last = cohort.phase + 1 == objective.phases
-        self.now = self.run.round_context(of.cohort.t, self.ctx.phase)
+        self.now = self.run.round_context(round.cohort.t, self.ctx.phase)
         if not cohort.phase:
-            total = partial(total_over, self.run, of.server.w, cohort.clients, of.rows)
-            of.server = objective.round_start(of.server, total, self.now)
-        self.sent = self.current = objective.begin_phase(of.server, self.now)
+            total = partial(total_over, self.run, round.server.w, cohort.clients, round.rows)
+            round.server = objective.round_start(round.server, total, self.now)
+        self.sent = self.current = objective.begin_phase(round.server, self.now)
         self.uploaded_bits = 0  # of the clients of this process
-        if not of.perturb:
-            self.sent = self.current = self.sent.replace(w=of.server.w)
+        if not round.perturb:
+            self.sent = self.current = self.sent.replace(w=round.server.w)
         if self.ctx.t < self.now.t:
             saved = self.run.state.training["sent"][self.ctx.t]
-            self.sent = State({name: value.to(of.server.w) for name, value in saved.items()})
+            self.sent = State({name: value.to(round.server.w) for name, value in saved.items()})
 
     def send(self) -> list[Job]:
         """Returns this process's share of local training.

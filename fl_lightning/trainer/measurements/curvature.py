@@ -263,11 +263,11 @@ class GlobalCurvature(CurvatureMeasure):
         """Calls the function of `fl_lightning.flatness` with seed and progress."""
         raise NotImplementedError
 
-    def measurements(self, found: Any, **common: Any) -> list[Measurement]:
+    def measurements(self, result: Any, **common: Any) -> list[Measurement]:
         """Returns the measurements from the function's result.
 
         Args:
-            found: The result, or a partial one after an interrupt.
+            result: The result, or a partial one after an interrupt.
             **common: Data, number of samples, and settings.
         """
         raise NotImplementedError

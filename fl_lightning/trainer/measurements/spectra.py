@@ -71,11 +71,11 @@ class Spectrum(GlobalCurvature):
             matrix, k=self.k, method=self.method, iterations=self.iterations, tol=self.tol, **options
         )
 
-    def measurements(self, found: flatness.Spectrum, **common: Any) -> list[Measurement]:
+    def measurements(self, result: flatness.Spectrum, **common: Any) -> list[Measurement]:
         """Returns ``lambda_1`` with all eigenvalues, and the ratio if there are five."""
-        values, residuals = found.values.tolist(), found.residuals.tolist()
+        values, residuals = result.values.tolist(), result.residuals.tolist()
         common |= {
-            "iterations": found.iterations,
+            "iterations": result.iterations,
             "settings": {"method": self.method, "k": self.k, **self.protocol},
         }
         measured = [
@@ -88,7 +88,7 @@ class Spectrum(GlobalCurvature):
             )
         ]
         if len(values) >= 5:
-            ratio = found.ratio(5)
+            ratio = result.ratio(5)
             if math.isnan(ratio):
                 common |= {"settings": {**common["settings"], "lambda_5": "zero up to rounding"}}
             finite = None if math.isnan(ratio) else ratio
@@ -117,10 +117,10 @@ class LambdaMax(Spectrum):
     ) -> None:
         super().__init__(1, samples, method, iterations, tol, **kwargs)
 
-    def measurements(self, found: flatness.Spectrum, **common: Any) -> list[Measurement]:
+    def measurements(self, result: flatness.Spectrum, **common: Any) -> list[Measurement]:
         """Returns ``lambda_max`` with its residual."""
-        value, residual = float(found.values[0]), float(found.residuals[0])
-        common |= {"iterations": found.iterations, "settings": {"method": self.method, **self.protocol}}
+        value, residual = float(result.values[0]), float(result.residuals[0])
+        common |= {"iterations": result.iterations, "settings": {"method": self.method, **self.protocol}}
         return [Measurement(name=f"{self.prefix}lambda_max", value=value, residual=residual, **common)]
 
 
@@ -150,11 +150,11 @@ class HessianTrace(GlobalCurvature):
         """Returns the trace."""
         return flatness.trace(matrix, method=self.method, samples=self.probes, **options)
 
-    def measurements(self, found: flatness.Estimate, **common: Any) -> list[Measurement]:
+    def measurements(self, result: flatness.Estimate, **common: Any) -> list[Measurement]:
         """Returns ``trace`` with its standard error."""
         settings = {"method": self.method, **self.protocol}
-        common |= {"error": found.error, "iterations": found.samples, "settings": settings}
-        return [Measurement(name=f"{self.prefix}trace", value=found.value, **common)]
+        common |= {"error": result.error, "iterations": result.samples, "settings": settings}
+        return [Measurement(name=f"{self.prefix}trace", value=result.value, **common)]
 
 
 class SpectralDensity(GlobalCurvature):
@@ -180,20 +180,20 @@ class SpectralDensity(GlobalCurvature):
         """Returns the density."""
         return flatness.density(matrix, probes=self.probes, steps=self.steps, **options)
 
-    def measurements(self, found: flatness.Density, **common: Any) -> list[Measurement]:
+    def measurements(self, result: flatness.Density, **common: Any) -> list[Measurement]:
         """Returns ``density_mean``, with the density smoothed by a hundredth of its range on 400 points."""
-        nodes = torch.cat([found.eigenvalues, found.nodes.flatten()])
+        nodes = torch.cat([result.eigenvalues, result.nodes.flatten()])
         low, high = float(nodes.min()), float(nodes.max())
         sigma = max((high - low) / 100, 1e-12)
         grid = torch.linspace(low - 3 * sigma, high + 3 * sigma, 400, dtype=torch.float64)
-        moments = {p: found.moment(p) for p in (1, 2, 3)}
+        moments = {p: result.moment(p) for p in (1, 2, 3)}
         common |= {
             "error": moments[1].error if self.probes > 1 else None,
-            "iterations": found.products,
+            "iterations": result.products,
             "settings": {"probes": self.probes, "steps": self.steps, **self.protocol},
             "details": {
                 "grid": grid.tolist(),
-                "density": found(grid, sigma).tolist(),
+                "density": result(grid, sigma).tolist(),
                 "sigma": [sigma],
                 "moments": {p: m.value for p, m in moments.items()},
                 **({"moment_errors": {p: m.error for p, m in moments.items()}} if self.probes > 1 else {}),

@@ -88,7 +88,7 @@ class RunState:
             server: The server's next state.
             bits: Bits that went over the wire.
             failed: Clients that were refused, dropped or late, by kind.
-            training: What centralized training needs in addition to continue.
+            training: As for the class.
         """
         return RunState(
             server=server,
