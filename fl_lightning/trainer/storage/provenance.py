@@ -71,8 +71,8 @@ def write(folder: Path, round: int, device: torch.device, processes: int, **exec
         f"{path}: not as the run has written it; restore it, or remove it to go on without",
     )
     codes = {"working folder": _code(Path.cwd()), "package": package()}
-    changes |= {code["changes"]: hidden_text(code["diff"]) for code in codes.values() if code and code["changes"]}
-    code = {place: code and {key: v for key, v in code.items() if key != "diff"} for place, code in codes.items()}
+    changes |= {state["changes"]: hidden_text(state["diff"]) for state in codes.values() if state and state["changes"]}
+    code = {place: state and {key: v for key, v in state.items() if key != "diff"} for place, state in codes.items()}
     starts.append(
         {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
