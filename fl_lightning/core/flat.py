@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ensure
 
 EPS = 1e-12
-"""Added to every norm in a denominator, so that a zero vector gives zero, never NaN."""
+"""What is added to every norm in a denominator, so that a zero vector gives zero, never NaN."""
 
 
 UNRECORDED = ContextVar("unrecorded", default=False)
@@ -87,8 +87,8 @@ def matching(names: Sequence[str], patterns: Sequence[str], key: str = "paramete
     """
     ensure(len(patterns) > 0, f"{key} = []: give at least one pattern, or null for all parameters")
     for pattern in patterns:
-        found = any(fnmatchcase(name, pattern) for name in names)
-        ensure(found, f"{key} = {pattern}: matches none of {', '.join(names[:4])}, ...; give a name or a pattern")
+        matched = any(fnmatchcase(name, pattern) for name in names)
+        ensure(matched, f"{key} = {pattern}: matches none of {', '.join(names[:4])}, ...; give a name or a pattern")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

@@ -48,9 +48,9 @@ def generators(seed: int, purpose: str, keys: Sequence[tuple[int, ...]]) -> Iter
     if len(keys) < MANY or not 0 <= seed < 2**32 or max(map(max, keys)) >= 2**32:
         yield from (generator(seed, purpose, *key) for key in keys)
         return
-    words, one = np.array([(seed, crc32(purpose.encode()), *key) for key in keys], np.uint32), torch.Generator()
+    words, reused = np.array([(seed, crc32(purpose.encode()), *key) for key in keys], np.uint32), torch.Generator()
     for state in _states(words.T).tolist():
-        yield one.manual_seed(state)
+        yield reused.manual_seed(state)
 
 
 def _states(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
@@ -115,13 +115,13 @@ def seeded(device: torch.device, seed: int, purpose: str, *keys: int) -> Iterato
     It serves random numbers that a network draws itself, such as those of dropout. ``torch.manual_seed`` would do, but
     takes 0.7 ms.
     """
-    mine = global_generator(device)
-    before = mine.get_state()
-    mine.manual_seed(generator(seed, purpose, *keys).initial_seed())
+    rng = global_generator(device)
+    before = rng.get_state()
+    rng.manual_seed(generator(seed, purpose, *keys).initial_seed())
     try:
         yield
     finally:
-        mine.set_state(before)
+        rng.set_state(before)
 
 
 @cache
@@ -131,7 +131,7 @@ def processor() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     generation = re.findall(r"^(?:cpu family|model)\s*:\s*(\d+)$", text, re.MULTILINE)[:2]
-    name = named[1] if named else platform.processor() or platform.machine()
+    name = model[1] if model else platform.processor() or platform.machine()
     return f"{name} ({'.'.join([*generation, torch.backends.cpu.get_cpu_capability()])})"
