@@ -70,8 +70,8 @@ class GraphedEngine(BatchedEngine):
 
     def step_stage(self, named: Tensors, ctx: ClientContext) -> Stage:
         """Records one local step of the tensors that `Fixed.tensors`, `Carry.tensors` and `Block.tensors` name."""
-        one = {name: value[:1] for name, value in named.items() if name.startswith("block.")}
-        return stage(self._recorded, {**named, **one}, ctx)
+        minibatch = {name: value[:1] for name, value in named.items() if name.startswith("block.")}
+        return stage(self._recorded, {**named, **minibatch}, ctx)
 
     def _compare(self, record: Record, named: Tensors, ctx: ClientContext) -> None:
         """Compares a record with a new one: the first that is used in another round, and each in the last round.
@@ -133,11 +133,11 @@ class GraphedEngine(BatchedEngine):
 def known_of(named: Tensors) -> Known:
     """Returns what is known of the minibatches ``block.*``: whether all clients take part, and labels are masked.
 
-    Of a GPU nothing is known, which would have to be waited for.
+    Of tensors on a GPU nothing is known: the host would have to wait for them.
     """
     active, y = named["block.active"], named["block.y"]
     if active.device.type != "cpu":
         return {}
     known = {"block.active": (1.0, 1.0)} if bool(active.all()) else {}
-    whole = not y.is_floating_point() and y.numel() and bool(y.min() >= 0)
-    return {**known, "block.y": (0.0, math.inf)} if whole else known
+    unmasked = not y.is_floating_point() and y.numel() and bool(y.min() >= 0)
+    return {**known, "block.y": (0.0, math.inf)} if unmasked else known
