@@ -124,8 +124,8 @@ class LocalObjective(Composed, SupervisedModule):
             not self.optimizer.keeps_state or not self.trains_alone,
             "model.optimizer.state = keep: model.parts trains each client before the round, too; set it to reset",
         )
-        own = [type(part).__name__ for part in self.parts if type(part).end_alone is not Part.end_alone]
-        ensure(len(own) < 2, f"model.parts: {' and '.join(own)} both train clients by themselves; take one")
+        names = [type(part).__name__ for part in self.parts if type(part).end_alone is not Part.end_alone]
+        ensure(len(names) < 2, f"model.parts: {' and '.join(names)} both train clients by themselves; take one")
 
     def constructed(self, arguments: BoundArguments) -> None:
         """Checks that each name has one owner, once subclasses have declared their own."""
@@ -162,9 +162,9 @@ class LocalObjective(Composed, SupervisedModule):
 
         def watched() -> Any:
             with ExitStack() as stack:
-                seen = [stack.enter_context(each) for each in further if each is not None]
+                functions = [stack.enter_context(context) for context in further if context is not None]
                 output = forward()
-            values.extend(of(len(target)) for of in seen)
+            values.extend(function(len(target)) for function in functions)
             return output
 
         loss = super().minibatch_loss(watched, target, *teacher, weight=weight, losses=losses)

@@ -10,7 +10,7 @@ from fl_lightning.algorithms.module import Losses
 from fl_lightning.core import NonNegative
 
 EPS = 1e-8
-"""Added to the variances, under the root: a dead feature has no correlation, and no infinite gradient."""
+"""What is added to the variances, under the root: a dead feature has no correlation, and no infinite gradient."""
 
 
 class FedDecorr(LocalObjective):
