@@ -81,7 +81,9 @@ class HuggingFace(FederatedDataModule):
                 _check_column(part, name, key)
         for name in self.targets:
             features = (part.features[name] for part in (train, test))
-            known, other = (getattr(getattr(of, "feature", None) or of, "names", None) for of in features)
+            known, other = (
+                getattr(getattr(feature, "feature", None) or feature, "names", None) for feature in features
+            )
             require(known == other, "data.target", name, f"the test data have other classes, {other}, not {known}")
         held = [(f"{name} of {split}", _kind(part, name)) for split, part in parts.items() for name in self.inputs]
         odd = next((f"{column} {kind}" for column, kind in held if kind != held[0][1]), None)
@@ -135,9 +137,9 @@ class HuggingFace(FederatedDataModule):
             return lambda part: np.stack([_array(part, name, "target") for name in self.targets], 1)
         name = self.targets[0]
         kind = train.features[name]
-        item = getattr(kind, "feature", None)
-        if isinstance(item, datasets.ClassLabel):
-            return lambda part: _hot(name, part[name], item.num_classes)
+        inner = getattr(kind, "feature", None)
+        if isinstance(inner, datasets.ClassLabel):
+            return lambda part: _hot(name, part[name], inner.num_classes)
         if _is_text(kind) and self.task.by_class:
             classes = sorted({*map(str, train[name])})
             return lambda part: _places(name, part[name], classes)
@@ -149,10 +151,10 @@ def _splits(dataset: Any) -> Mapping[str, Any]:
     """Returns splits by name, from a data set, from splits, or from a path."""
     datasets = imported("datasets", "data = HuggingFace: needs datasets; pip install 'fl-lightning[huggingface]'")
     dataset = _from_path(Path(dataset)) if isinstance(dataset, str | os.PathLike) else dataset
-    found = {"train": dataset} if isinstance(dataset, datasets.Dataset) else dataset
-    fits = isinstance(found, Mapping) and all(isinstance(part, datasets.Dataset) for part in found.values())
+    splits = {"train": dataset} if isinstance(dataset, datasets.Dataset) else dataset
+    fits = isinstance(splits, Mapping) and all(isinstance(part, datasets.Dataset) for part in splits.values())
     require(fits, "data.dataset", f"a {type(dataset).__name__}", "give a path, a Dataset, or Datasets by name of split")
-    return found
+    return splits
 
 
 def _from_path(path: Path) -> Any:

@@ -208,14 +208,14 @@ class ImageFolder(FederatedDataModule):
     def _part(self, part: str) -> dict[str, list[str]]:
         """Returns the images of each class, in the order of names."""
         folder = Path(self.root, part)
-        found = {each.name: _images_below(each) for each in visible(folder) if each.is_dir()}
-        empty = next((f"class '{name}'" for name, paths in found.items() if not paths), None if found else "each class")
+        files = {path.name: _images_below(path) for path in visible(folder) if path.is_dir()}
+        empty = next((f"class '{name}'" for name, paths in files.items() if not paths), None if files else "each class")
         ensure(
             empty is None,
             f"data.root = {self.root}: no images of {empty} under '{folder}'; expected {self.root}/train/<class>/*.png "
             f"and {self.root}/test/<class>/*.png",
         )
-        return found
+        return files
 
 
 def _images_below(folder: Path) -> list[str]:

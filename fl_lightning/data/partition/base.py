@@ -59,12 +59,12 @@ class Partition(Checked, ABC, key="data.partition"):
         return parts
 
     def _parts(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> list[Indices]:
-        found: Any = self.split(labels, num_clients, num_classes, seed)  # that of a user's may be anything
-        listed = isinstance(found, Sequence | np.ndarray)
-        given = [np.asarray(p) for p in found] if listed else []
-        good = listed and all(p.ndim == 1 and (p.dtype.kind in "iu" or not p.size) for p in given)
+        parts: Any = self.split(labels, num_clients, num_classes, seed)  # that of a user's may be anything
+        listed = isinstance(parts, Sequence | np.ndarray)
+        arrays = [np.asarray(p) for p in parts] if listed else []
+        good = listed and all(p.ndim == 1 and (p.dtype.kind in "iu" or not p.size) for p in arrays)
         ensure(good, f"{type(self).__name__}.split: give a list of index arrays, whole numbers, one for each client")
-        return [p.astype(np.int64, copy=False) for p in given]
+        return [p.astype(np.int64, copy=False) for p in arrays]
 
     @abstractmethod
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
@@ -148,9 +148,9 @@ def sizes(num_samples: int, num_clients: int, power: float) -> Indices:
     least = min(1, num_samples // num_clients)
     weights = np.arange(1.0, num_clients + 1) ** -power
     quota = (num_samples - least * num_clients) * weights / weights.sum()
-    whole: Indices = np.floor(quota).astype(np.int64)
-    whole[np.argsort(whole - quota, kind="stable")[: (num_samples - least * num_clients - whole.sum())]] += 1
-    return whole + least
+    counts: Indices = np.floor(quota).astype(np.int64)
+    counts[np.argsort(counts - quota, kind="stable")[: (num_samples - least * num_clients - counts.sum())]] += 1
+    return counts + least
 
 
 class ClientIndices(Sequence[Tensor]):
