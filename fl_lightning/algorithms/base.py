@@ -106,13 +106,13 @@ class LocalObjective(Composed, SupervisedModule):
         complex = [n for n, x in (*net.named_parameters(), *net.named_buffers()) if x.is_complex()]
         remedy = "and training casts nets to real numbers; store torch.view_as_real of it"
         ensure(not complex, f"model.net = {type(net).__name__}: {', '.join(complex)} is complex, {remedy}")
-        named = moving_buffers(net)
-        if named and buffers is None:
+        moving = moving_buffers(net)
+        if moving and buffers is None:
             raise UserError(
-                f"model.net has the buffer '{named[0]}': choose how running statistics are treated by model.buffers = "
+                f"model.net has the buffer '{moving[0]}': choose how running statistics are treated by model.buffers = "
                 "average, local or reset, or use GroupNorm; register a constant with persistent=False"
             )
-        self.net_buffers = Buffers(net, buffers) if named and buffers is not None else None
+        self.net_buffers = Buffers(net, buffers) if moving and buffers is not None else None
         lazy = any(isinstance(p, UninitializedParameter) for p in net.parameters())
         ensure(not lazy, f"model.net = {type(net).__name__} has lazy layers; give their numbers of inputs")
         self.flat = FlatSpec(net)

@@ -44,8 +44,8 @@ class Composed(Hooks):
                 "begin with it, or with a small one"
             )
         relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if relaxes else None
-        named = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
-        return [*(part for part in named if part is not None), *self.parts]
+        slots = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
+        return [*(part for part in slots if part is not None), *self.parts]
 
     @property
     def _owners(self) -> "tuple[Composed | Part, ...]":
@@ -67,11 +67,11 @@ class Composed(Hooks):
 
     def local_settings(self) -> dict[str, Any]:
         """Returns the plain settings of local training, by dotted name as in a config."""
-        named: dict[str, Any] = {"": self, "ascent": self.ascent, "optimizer": self.optimizer}
-        named |= {f"parts.{i}": part for i, part in enumerate(self.parts)}
+        owners: dict[str, Any] = {"": self, "ascent": self.ascent, "optimizer": self.optimizer}
+        owners |= {f"parts.{i}": part for i, part in enumerate(self.parts)}
         return {
             f"{path}.{name}".lstrip("."): v
-            for path, owner in named.items()
+            for path, owner in owners.items()
             if owner is not None
             for name, v in vars(owner).items()
             if type(v) in (int, float) or (isinstance(v, bool | str) and name != "training" and name[0] != "_")
@@ -79,8 +79,8 @@ class Composed(Hooks):
 
     def local_numbers(self) -> dict[str, float]:
         """Returns the settings in which clients that train at once may differ: numbers, but none of further parts."""
-        named = self.local_settings().items()
-        return {n: float(v) for n, v in named if type(v) in (int, float) and not n.startswith("parts.")}
+        settings = self.local_settings().items()
+        return {n: float(v) for n, v in settings if type(v) in (int, float) and not n.startswith("parts.")}
 
     def change_setting(self, name: str, value: Any) -> None:
         """Changes one of the `named_settings`."""

@@ -145,8 +145,8 @@ def _fitting(name: str) -> Iterator[None]:
         raise _misfit(name, error) from None
 
 
-def _misfit(name: str, what: object) -> UserError:
+def _misfit(name: str, reason: object) -> UserError:
     return UserError(
-        f"model.metrics = {name}: not one number of these outputs and targets ({folded(what):.120}); "
+        f"model.metrics = {name}: not one number of these outputs and targets ({folded(reason):.120}); "
         "choose another metric, or give it as class_path and init_args"
     )

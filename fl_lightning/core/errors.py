@@ -134,7 +134,7 @@ class UnknownNameError(AttributeError):
 
     def __str__(self) -> str:
         package, name, known = self.args
-        hint = f"; did you mean {' or '.join(near)}?" if (near := similar(name, known, cutoff=0.8)) else ""
+        hint = f"; did you mean {' or '.join(matches)}?" if (matches := similar(name, known, cutoff=0.8)) else ""
         return f"module '{package}' has no attribute '{name}'{hint}"
 
 
@@ -165,8 +165,8 @@ class UnknownKeyError(KeyError):
 
     def __str__(self) -> str:
         name, known = self.args
-        near = [key for key in known if str(name) in key] or similar(str(name), known)
-        remedy = f"did you mean {' or '.join(near[:3])}?" if near else f"choose from {', '.join(known)}"
+        matches = [key for key in known if str(name) in key] or similar(str(name), known)
+        remedy = f"did you mean {' or '.join(matches[:3])}?" if matches else f"choose from {', '.join(known)}"
         return f"{name!r}: no such name; {remedy}"
 
 
@@ -190,9 +190,9 @@ def callback_of_lightning(name: str) -> str:
 def similar(name: str, known: Iterable[str], cutoff: float = 0.55) -> list[str]:
     """Returns up to three names like another one, the most similar first; the case of letters does not count."""
     cased = {word.casefold(): word for word in known}
-    within = [word for word in cased if len(name) > 4 and name.casefold() in word]  # median: CoordinateMedian
-    near = dict.fromkeys([*within, *difflib.get_close_matches(name.casefold(), cased, cutoff=cutoff)])
-    return [cased[word] for word in near][:3]
+    containing = [word for word in cased if len(name) > 4 and name.casefold() in word]  # median: CoordinateMedian
+    matches = dict.fromkeys([*containing, *difflib.get_close_matches(name.casefold(), cased, cutoff=cutoff)])
+    return [cased[word] for word in matches][:3]
 
 
 PACKAGE = __name__.partition(".")[0]
@@ -210,13 +210,13 @@ def check_overrides(kind: type) -> None:
         for name, method in vars(owner).items() if owner.__module__.partition(".")[0] != PACKAGE else ():
             bases = (c for c in kind.__mro__[place + 1 :] if c.__module__.partition(".")[0] == PACKAGE)
             base = next((c for c in bases if name in vars(c)), None)
-            ours = None if base is None or (name[0] == "_" and name != "__call__") else vars(base)[name]
-            if isinstance(ours, FunctionType) and isinstance(method, FunctionType):
-                wanted, actual = signature(ours), signature(method)
+            declared = None if base is None or (name[0] == "_" and name != "__call__") else vars(base)[name]
+            if isinstance(declared, FunctionType) and isinstance(method, FunctionType):
+                wanted, actual = signature(declared), signature(method)
                 if not _takes(actual, wanted):
-                    whose = f"{base and base.__name__}.{name}"
+                    base_name = f"{base and base.__name__}.{name}"
                     shown = f"{owner.__name__}.{name}{_text(actual)}"
-                    raise UserError(f"{shown}: {whose} has other arguments; write def {name}{_text(wanted)}")
+                    raise UserError(f"{shown}: {base_name} has other arguments; write def {name}{_text(wanted)}")
     CHECKED.add(kind)
 
 

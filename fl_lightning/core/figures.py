@@ -104,8 +104,8 @@ def log_levels(low: float, high: float) -> list[float]:
 
     ratio = high / low
     subs = (1, 1.5, 2, 3, 5, 7) if ratio < 30 else (1, 2, 5) if ratio < 2000 else (1, 3) if ratio < 1e5 else (1,)
-    most = 50 if len(subs) > 1 else 10
-    return [float(level) for level in LogLocator(subs=subs, numticks=most).tick_values(low, high)]
+    ticks = 50 if len(subs) > 1 else 10
+    return [float(level) for level in LogLocator(subs=subs, numticks=ticks).tick_values(low, high)]
 
 
 def label_lines(axes: Axes, lines: Any, form: str) -> None:

@@ -129,8 +129,8 @@ def check_folder(path: str | Path) -> None:
         raise _no_folder(path, "out", os.strerror(errno.EACCES))
 
 
-def _no_folder(path: str | Path, key: str, why: str) -> UserError:
-    return UserError(f"{key} = {path}: cannot create this folder ({why}); choose another one")
+def _no_folder(path: str | Path, key: str, reason: str) -> UserError:
+    return UserError(f"{key} = {path}: cannot create this folder ({reason}); choose another one")
 
 
 def write_together(files: Mapping[Path, str | bytes]) -> None:

@@ -107,13 +107,15 @@ class FlatSpec:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        ensure(bool(named), f"model.net = {type(module).__name__} has no parameter to train; set requires_grad of some")
-        self.names, self.shapes = [name for name, _ in named], [p.shape for _, p in named]
-        first, every = {id(p): name for name, p in named}, module.named_parameters(remove_duplicate=False)
-        self.tied = {name: first[id(p)] for name, p in every if id(p) in first}
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        ensure(
+            bool(trained), f"model.net = {type(module).__name__} has no parameter to train; set requires_grad of some"
+        )
+        self.names, self.shapes = [name for name, _ in trained], [p.shape for _, p in trained]
+        first, named = {id(p): name for name, p in trained}, module.named_parameters(remove_duplicate=False)
+        self.tied = {name: first[id(p)] for name, p in named if id(p) in first}
         self.types = {name: type(module.get_submodule(name.rpartition(".")[0])).__name__ for name in self.tied}
-        self.numels = [p.numel() for _, p in named]
+        self.numels = [p.numel() for _, p in trained]
         self.d = sum(self.numels)
         self._masks: dict[tuple[frozenset[str], torch.device], Tensor] = {}
 

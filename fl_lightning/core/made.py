@@ -199,7 +199,7 @@ def _content(value: Any, weights: bool, depth: int = 0) -> Any:
     """Returns what tells an object apart from others of its class, as nested lists of text and numbers."""
     if value is None or isinstance(value, bool | Integral | Real | str):
         return value if value is None or isinstance(value, str) else float(value)
-    path, within = _path(type(value)), partial(_content, weights=weights, depth=depth + 1)
+    path, content = _path(type(value)), partial(_content, weights=weights, depth=depth + 1)
     match value:
         case _ if depth == DEPTH:
             return path
@@ -212,28 +212,28 @@ def _content(value: Any, weights: bool, depth: int = 0) -> Any:
             sample = array.reshape(-1)[:: -(-array.size // LOOKED_AT) or 1].astype(array.dtype.newbyteorder("="))
             return [f"torch.{array.dtype.name}", [*array.shape], hashlib.sha256(sample.tobytes()).hexdigest()]
         case Mapping():
-            return sorted(([str(key), within(entry)] for key, entry in value.items()), key=lambda pair: pair[0])
+            return sorted(([str(key), content(entry)] for key, entry in value.items()), key=lambda pair: pair[0])
         case Sequence() | set() | frozenset() | np.ndarray():
-            entries = [within(entry) for entry in islice(value, 0, None, -(-len(value) // LOOKED_AT) or 1)]
+            entries = [content(entry) for entry in islice(value, 0, None, -(-len(value) // LOOKED_AT) or 1)]
             return [len(value), sorted(entries, key=repr) if isinstance(value, set | frozenset) else entries]
         case CodeType():
-            return [value.co_code.hex(), [*value.co_names], [within(constant) for constant in value.co_consts]]
+            return [value.co_code.hex(), [*value.co_names], [content(constant) for constant in value.co_consts]]
         case FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            return [_path(value), within(value.__code__), within([value.__defaults__, value.__kwdefaults__, cells])]
+            return [_path(value), content(value.__code__), content([value.__defaults__, value.__kwdefaults__, cells])]
         case type() | BuiltinFunctionType():
             return _path(value)
         case MethodType():
-            return [within(value.__func__), within(value.__self__)]
+            return [content(value.__func__), content(value.__self__)]
         case partial():
-            return [path, within([value.func, value.args, value.keywords])]
+            return [path, content([value.func, value.args, value.keywords])]
         case nn.Module():
-            layers = [[name, within(_public(layer, weights))] for name, layer in value.named_modules()]
-            values = [[name, within(v)] for name, v in value.state_dict().items()] if weights else []
+            layers = [[name, content(_public(layer, weights))] for name, layer in value.named_modules()]
+            values = [[name, content(v)] for name, v in value.state_dict().items()] if weights else []
             return [repr(_form(value)), layers, *values]
         case os.PathLike() | Enum():
             return str(value)
-    return [path, within(_public(value, weights) if hasattr(value, "__dict__") else _pickled(value))]
+    return [path, content(_public(value, weights) if hasattr(value, "__dict__") else _pickled(value))]
 
 
 def _form(net: nn.Module) -> list[Any]:

@@ -124,8 +124,8 @@ def _remedy(name: str, value: Any, hints: Mapping[str, Any]) -> str:
         return f'TorchOptimizer("{kind.__name__}", lr=0.1), which makes one for each client'
     if isinstance(value, float) and value.is_integer() and fits(int(value), hint):
         return f"{in_words(hint)}, written {int(value)}"
-    meant = [option for option, h in hints.items() if isinstance(h, type) and h not in PLAIN and isinstance(value, h)]
-    swapped = f"; it is no {name} but a {meant[0]}" if meant else ""
+    fitting = [option for option, h in hints.items() if isinstance(h, type) and h not in PLAIN and isinstance(value, h)]
+    swapped = f"; it is no {name} but a {fitting[0]}" if fitting else ""
     return in_words(hint) + _such_as(name, hint, entry if isinstance(entry, str) else kind.__name__) + swapped
 
 
@@ -169,15 +169,15 @@ def refuse_setting(key: str, name: str, value: Any, callee: Callable[..., Any]) 
     functions = (
         [vars(c)["__init__"] for c in callee.__mro__ if "__init__" in vars(c)] if isinstance(callee, type) else [callee]
     )
-    taken: list[inspect.Parameter] = []
+    accepted: list[inspect.Parameter] = []
     for function in functions:
         parameters = inspect.signature(function).parameters.values()
-        taken += [p for p in parameters if p.kind in kinds]
+        accepted += [p for p in parameters if p.kind in kinds]
         if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
             break  # it hands no further settings on to the base class
-    known = sorted({p.name for p in taken} - {"self"})
-    near = [SYNONYMS[name]] if key and name in SYNONYMS else [f"{key}.{n}".lstrip(".") for n in similar(name, known)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
+    known = sorted({p.name for p in accepted} - {"self"})
+    matches = [SYNONYMS[name]] if key and name in SYNONYMS else [f"{key}.{n}".lstrip(".") for n in similar(name, known)]
+    hint = f"did you mean {' or '.join(matches)}?" if matches else f"choose from {', '.join(known)}"
     require(False, f"{key}.{name}".lstrip("."), _shown(value), f"no such {'setting' if key else 'argument'}; {hint}")
 
 
@@ -254,10 +254,10 @@ def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[st
     except (NameError, TypeError):
         hints = {}
     ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
-    named = [
+    names = [
         name for name, parameter in signature.parameters.items() if name in hints and parameter.kind not in SEVERAL
     ]
-    return signature, {name: hints[name] for name in named if ours or is_limited(hints[name])}
+    return signature, {name: hints[name] for name in names if ours or is_limited(hints[name])}
 
 
 def _classes_of(hint: Any, base: type) -> list[str]:

@@ -56,9 +56,9 @@ def hidden(value: Any, secret: bool = False) -> Any:
 def hidden_words(words: Sequence[str]) -> list[str]:
     """Returns the words of a command line without secrets; of a mapping or list that has one, nothing is left."""
     shown = []
-    for before, word in pairwise(["", *words]):
+    for previous, word in pairwise(["", *words]):
         name, equals, _ = word.partition("=") if word[:1] == "-" else ("", "", "")
-        named = before[:1] == "-" and "=" not in before and is_secret(before)
+        named = previous[:1] == "-" and "=" not in previous and is_secret(previous)
         secret = named or RANDOM.fullmatch(word) or any(map(is_secret, LISTED.findall(word)))
         kept = HIDDEN if secret else hidden(word)
         shown.append(f"{name}={HIDDEN}" if kept == HIDDEN and equals else kept)

@@ -142,8 +142,8 @@ class Watched:
         for owner, before, inside in self._before:
             set_again = {name for name, value in _attributes(owner).items() if before.get(name, value) is not value}
             current = _inside(owner)
-            within = {name for name, held in inside.items() if name in current and not _same(held, current[name])}
-            yield from ((owner, name) for name in sorted(set_again | within))
+            altered = {name for name, held in inside.items() if name in current and not _same(held, current[name])}
+            yield from ((owner, name) for name in sorted(set_again | altered))
 
     def added(self) -> Iterator[tuple[object, str]]:
         """Yields each object with an attribute that it did not have; a property that is cached does not count."""
@@ -189,8 +189,8 @@ def _remedy(value: object, state: str) -> str:
 def _inside(owner: object) -> dict[str, list[Any]]:
     """Returns what differs after attributes have been changed in place; private mappings and sets may be caches."""
     # a look at the class is faster than isinstance, which asks the class of tensors
-    named = _attributes(owner).items()
-    return {n: _held(v) for n, v in named if issubclass(type(v), NO_CACHES if n[0] == "_" else CHANGEABLE)}
+    attributes = _attributes(owner).items()
+    return {n: _held(v) for n, v in attributes if issubclass(type(v), NO_CACHES if n[0] == "_" else CHANGEABLE)}
 
 
 def _held(value: Any, inside: bool = True) -> list[Any]:

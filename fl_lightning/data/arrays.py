@@ -89,10 +89,10 @@ class Arrays(FederatedDataModule):
         """See :class:`FederatedDataModule`."""
         if self.path is not None:
             arrays, suffix, others = _read(Path(self.path), "r" if self.stream else None)
-            whose = [name for name in others if re.search("user|client|partition|mask", name, re.IGNORECASE)]
+            unread = [name for name in others if re.search("user|client|partition|mask", name, re.IGNORECASE)]
             ensure(
-                not whose or self.partition is not self._default,
-                f"data.path = '{self.path}': {', '.join(whose)} is not read; set data.partition, such as Natural with "
+                not unread or self.partition is not self._default,
+                f"data.path = '{self.path}': {', '.join(unread)} is not read; set data.partition, such as Natural with "
                 "its users, or leave this array out",
             )
             data = {key: nested(arrays, key) for key in KEYS}

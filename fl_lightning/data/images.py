@@ -196,8 +196,8 @@ class ImageFolder(FederatedDataModule):
         """See :class:`FederatedDataModule`."""
         *train, test = [self._part(name) for name in (*self.training, "test")]
         for name, part in zip(self.training, train, strict=True):
-            odd = f"class '{min({*part} ^ {*test}, default='')}' is not in both {name} and test"
-            ensure([*part] == [*test], f"root: {odd} of '{self.root}'; name classes alike")
+            problem = f"class '{min({*part} ^ {*test}, default='')}' is not in both {name} and test"
+            ensure([*part] == [*test], f"root: {problem} of '{self.root}'; name classes alike")
         return *self._samples(train), *self._samples([test])
 
     def _samples(self, parts: Sequence[dict[str, list[str]]]) -> tuple[IndexedSamples, list[int]]:

@@ -152,9 +152,9 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
     for row, client in zip(sizes[0], clients, strict=False):  # further rows are padding
         row[: len(client)] = client.sizes
     drawn = {name: torch.cat([c.draws[name] for c in clients]) for name in first.draws}
-    together = torch.cat([c.indices for c in clients])
+    joined = torch.cat([c.indices for c in clients])
     # all are moved to the device at once, not chunk by chunk
-    (indices, draws), (weight, active) = _placed(first.source, sizes, together, drawn, batch, first.dtype)
+    (indices, draws), (weight, active) = _placed(first.source, sizes, joined, drawn, batch, first.dtype)
     steps, step = len(active), width * batch
     start = 0
     with first.source.reading_ahead(client.indices for client in clients):

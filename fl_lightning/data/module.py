@@ -110,8 +110,8 @@ class DividedData(SampleStore):
         for row, indices, count, rng in zip(sizes, clients, counts, generators, strict=True):
             n = len(indices)
             if (n, count) not in plans:
-                used, asked = sum(self._sizes(n)), self.batch_sizes(n, count)
-                plans[n, count] = asked, [min(used, left) for left in range(sum(asked), 0, -used)]
+                per_pass, batches = sum(self._sizes(n)), self.batch_sizes(n, count)
+                plans[n, count] = batches, [min(per_pass, remaining) for remaining in range(sum(batches), 0, -per_pass)]
             row[:count], passes = plans[n, count]
             if self.batch_size is None:
                 orders += [indices] * len(passes)
@@ -147,14 +147,14 @@ class DividedData(SampleStore):
         """Returns stored samples, their targets, and the indices of the split."""
         if not isinstance(split, str):
             return self.x_train, self.y_train, torch.as_tensor(split, dtype=torch.int64)
-        named = {"train": self._union, "val": self.val_indices, "test": torch.arange(len(self.y_test))}
-        require(split in named, "split", f"'{split}'", f"choose from {', '.join(named)}, or give indices")
+        splits = {"train": self._union, "val": self.val_indices, "test": torch.arange(len(self.y_test))}
+        require(split in splits, "split", f"'{split}'", f"choose from {', '.join(splits)}, or give indices")
         ensure(
             split != "val" or len(self.val_indices) != 0,
             f"data.val_fraction = {self.val_fraction} holds out nothing to validate on; use for example 0.1",
         )
         x, y = (self.x_test, self.y_test) if split == "test" else (self.x_train, self.y_train)
-        return x, y, named[split]
+        return x, y, splits[split]
 
     def client_test_indices(self, client: int) -> Tensor | None:
         """Returns a client's own part of the test set, as in LEAF, where users keep part of their samples for testing.

@@ -199,8 +199,8 @@ class Shakespeare(LEAF):
 
     def read(self, x: Any, y: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See :class:`LEAF`."""
-        wrong = next((len(text) for text in x if len(text) != LENGTH), None)
-        ensure(wrong is None, f"a sample has {wrong} characters, not {LENGTH}")
+        length = next((len(text) for text in x if len(text) != LENGTH), None)
+        ensure(length is None, f"a sample has {length} characters, not {LENGTH}")
         ensure(all(len(text) == 1 for text in y), "a label is not one character")
         return _numbers(x).reshape(-1, LENGTH), _numbers(y)
 

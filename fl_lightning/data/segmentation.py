@@ -283,5 +283,5 @@ def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
 
 def _pairs(content: Any) -> dict[str, list[tuple[str, str]]]:
     """Returns image and label map of each sample by user, from the content of a list."""
-    listed = content["user_data"].items()
-    return {user: [(str(x), str(y)) for x, y in zip(data["x"], data["y"], strict=True)] for user, data in listed}
+    entries = content["user_data"].items()
+    return {user: [(str(x), str(y)) for x, y in zip(data["x"], data["y"], strict=True)] for user, data in entries}

@@ -138,14 +138,14 @@ def check_alike(name: str, x: Inputs, other: str, y: Inputs) -> None:
     """
     a, b = named_tensors(x, ""), named_tensors(y, "")
     ensure(a.keys() == b.keys(), f"{other}: its arrays are not named as {name}'s; name both alike")
-    for key, old in a.items():
-        for what, expected, actual in (
-            ("shape", tuple(old.shape[1:]), tuple(b[key].shape[1:])),
-            ("dtype", old.dtype, b[key].dtype),
+    for key, tensor in a.items():
+        for kind, expected, actual in (
+            ("shape", tuple(tensor.shape[1:]), tuple(b[key].shape[1:])),
+            ("dtype", tensor.dtype, b[key].dtype),
         ):
             ensure(
                 expected == actual,
-                f"{other}{key}: {what} {actual} of a sample differs from {name}{key}'s {expected}; prepare both alike",
+                f"{other}{key}: {kind} {actual} of a sample differs from {name}{key}'s {expected}; prepare both alike",
             )
 
 

@@ -228,8 +228,8 @@ def _too_far(expected: Expected, result: LocalResult) -> Iterator[str]:
             yield name
 
 
-def _refused(engine: Engine, why: str) -> UserError:
-    return UserError(f"trainer.engine = {engine.name}: {type(engine.objective).__name__} {why}")
+def _refused(engine: Engine, reason: str) -> UserError:
+    return UserError(f"trainer.engine = {engine.name}: {type(engine.objective).__name__} {reason}")
 
 
 def _leaving(result: LocalResult) -> dict[str, Tensor]:

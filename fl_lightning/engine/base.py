@@ -103,9 +103,9 @@ class Carry:
         return {"w": self.w, "loss": self.loss, **prefixed("state", self.state)}
 
     @classmethod
-    def of(cls, named: Mapping[str, Tensor]) -> "Carry":
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Carry":
         """Returns the carry whose `tensors` these are; other names are ignored."""
-        return cls(named["w"], State(below("state", named)), named["loss"])
+        return cls(tensors["w"], State(below("state", tensors)), tensors["loss"])
 
 
 @dataclass(frozen=True)

@@ -92,13 +92,13 @@ def _two_rounds(
     engine: Engine, server: State, w0: Tensor, classes: int, ctx: RoundContext
 ) -> tuple[dict[int, Exchange], dict[str, Any]]:
     """Does what `dry_step` says, and leaves no trace; returns also the attributes that only the first round has set."""
-    real = engine.objective
-    with contents_kept(real.configured):
-        objective = held(real)
+    original = engine.objective
+    with contents_kept(original.configured):
+        objective = held(original)
         begun, added = Watched(objective.configured), list[dict[str, Any]]()
         contract = dict[int, Exchange]()
-        for shown in _rounds(objective, copy(engine), server, w0, classes, ctx):
-            contract |= shown
+        for exchanges in _rounds(objective, copy(engine), server, w0, classes, ctx):
+            contract |= exchanges
             added.append({f"{class_of(owner).__name__}.{name}": getattr(owner, name) for owner, name in begun.added()})
     return contract, {name: value for name, value in added[0].items() if added[1].get(name) is value}
 
@@ -140,8 +140,8 @@ def _rounds(
         watched.warn_of_clients()
         arrived = through((part.arrived for part in objective.parts if part.packs), upload, sent, client_ctx)
         bits = objective.bits(sent, up=False), objective.bits(arrived, up=True)
-        shown = [{key: v.to("meta") for key, v in values.items()} for values in (sent, upload, arrived, client)]
-        contract[phase] = Exchange((len(fixed.teachers) + passes, passes), bits, *shown)
+        shapes = [{key: v.to("meta") for key, v in values.items()} for values in (sent, upload, arrived, client)]
+        contract[phase] = Exchange((len(fixed.teachers) + passes, passes), bits, *shapes)
         del carry, fixed
         if phase == len(phases):
             continue
@@ -196,8 +196,8 @@ def _held_copy(owner: Any, d: int) -> Any:
 def _held(hook: Any, declared: Any, d: int) -> Any:
     """Returns a hook that is held, whenever it is called, against its declaration in the base class."""
     owner, (kind, parameters) = hook.__self__, _promised(declared)
-    name, says = f"{type(owner).__name__}.{hook.__name__}", "as the docstring of this hook in the base class says"
-    several = get_origin(kind) is tuple and ... not in get_args(kind)
+    name, hint = f"{type(owner).__name__}.{hook.__name__}", "as the docstring of this hook in the base class says"
+    promises_two = get_origin(kind) is tuple and ... not in get_args(kind)
     may_be_none = kind is type(None) or type(None) in get_args(kind)
 
     @wraps(hook)
@@ -208,12 +208,12 @@ def _held(hook: Any, declared: Any, d: int) -> Any:
         changed = [argument for (argument, v), version in zip(tensors, versions, strict=True) if v._version != version]
         remedy = "in place; compute a new tensor, as v - x in place of v -= x"
         ensure(not changed, f"{name} changes {', '.join(changed)} {remedy}")
-        what = "None" if value is None else f"a {type(value).__name__}"
+        returned = "None" if value is None else f"a {type(value).__name__}"
         is_pair = isinstance(value, tuple | list) and len(value) == 2
-        ensure(is_pair or not several, f"{name} returns {what}; return two values, {says}")
-        ensure(may_be_none or value is not None, f"{name} returns None; return a value, {says}")
+        ensure(is_pair or not promises_two, f"{name} returns {returned}; return two values, {hint}")
+        ensure(may_be_none or value is not None, f"{name} returns None; return a value, {hint}")
         states = (v for v in args if isinstance(v, State))
-        for part, expected in zip(value, get_args(kind), strict=True) if several else ((value, kind),):
+        for part, expected in zip(value, get_args(kind), strict=True) if promises_two else ((value, kind),):
             if expected is State:
                 _check_state(name, part, next(states))
             elif expected == Upload:
@@ -247,10 +247,10 @@ def _tensors(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor
 
 def _check_state(name: str, state: Any, before: State) -> None:
     ensure(isinstance(state, State), f"{name} returns {_form(state)}; return a State, as of replace(...)")
-    for key, old in before.items():
+    for key, previous in before.items():
         value = state.get(key)
-        right = isinstance(value, Tensor) and (value.shape, value.dtype) == (old.shape, old.dtype)
-        ensure(right, f"{name} returns '{key}' as {_form(value)}; return {_form(old)}, as it was")
+        right = isinstance(value, Tensor) and (value.shape, value.dtype) == (previous.shape, previous.dtype)
+        ensure(right, f"{name} returns '{key}' as {_form(value)}; return {_form(previous)}, as it was")
     if undeclared := ", ".join(f"'{key}'" for key in state if key not in before):
         raise UserError(f"{name} returns {undeclared}, which nobody declares; declare it as state, or leave it out")
 

@@ -251,27 +251,27 @@ class Stage(NamedTuple):
     outputs: Sequence[str]
 
 
-def stage(function: Callable[[Tensors, ClientContext], Tensors], named: Tensors, ctx: ClientContext) -> Stage:
+def stage(function: Callable[[Tensors, ClientContext], Tensors], tensors: Tensors, ctx: ClientContext) -> Stage:
     """Records a function of named tensors to named tensors; ``ctx.<attribute>`` are inputs as well.
 
     Args:
         function: A function of the tensors, and of the context that contains them.
-        named: The tensors; ``t`` are the numbers that `Numbers` has as inputs.
+        tensors: The tensors; ``t`` are the numbers that `Numbers` has as inputs.
         ctx: The context.
     """
-    numbers, cached = Numbers(ctx.t, named["t"]), torch.is_autocast_cache_enabled()
-    columns = {name.removeprefix("ctx."): v for name, v in named.items() if name.startswith("ctx.")}
+    numbers, cached = Numbers(ctx.t, tensors["t"]), torch.is_autocast_cache_enabled()
+    columns = {name.removeprefix("ctx."): v for name, v in tensors.items() if name.startswith("ctx.")}
     context = replace(ctx, t=RecordedRound(numbers), **columns)  # type: ignore[arg-type]
-    recording = Recording(named)
+    recording = Recording(tensors)
     torch.set_autocast_cache_enabled(False)  # what it has cast before is no input
     try:
         with recording, Looks(recording):
-            outputs = function(named, context)
+            outputs = function(tensors, context)
     finally:
         torch.set_autocast_cache_enabled(cached)
     graph = recording.recorded(outputs.values())
     held = [attrgetter(node.target)(graph) for node in graph.graph.find_nodes(op="get_attr")]
-    return Stage(numbers, graph, (graph.code, held), [*named], [*outputs])
+    return Stage(numbers, graph, (graph.code, held), [*tensors], [*outputs])
 
 
 def composed(stages: Sequence[tuple[str, Stage]], inputs: Sequence[str], outputs: Sequence[str]) -> GraphModule:

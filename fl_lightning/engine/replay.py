@@ -52,15 +52,15 @@ class Records:
     def __init__(self) -> None:
         self._records: dict[Any, Record] = {}
 
-    def find(self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make) -> Record:
-        """Returns the result of ``make(named, ctx)`` for these tensors, settings and round, cached if possible."""
-        key = (*((n, v.shape, v.dtype) for n, v in named.items()), settings, ctx.rounds, ctx.m, ctx.phase)
+    def find(self, tensors: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make) -> Record:
+        """Returns the result of ``make(tensors, ctx)`` for these tensors, settings and round, cached if possible."""
+        key = (*((n, v.shape, v.dtype) for n, v in tensors.items()), settings, ctx.rounds, ctx.m, ctx.phase)
         record = self._records.get(key)
         if record is None or not record.stage.numbers.hold(ctx.t):
             self._records.pop(key, None)
             if len(self._records) >= self.KEPT:
                 del self._records[next(iter(self._records))]
-            self._records[key] = record = make(named, ctx)
+            self._records[key] = record = make(tensors, ctx)
         return record
 
 
@@ -267,8 +267,8 @@ class CudaGraph:
         with torch.cuda.graph(graph, pool=graph_pool(counter.device)[0], capture_error_mode="thread_local"):
             values = step()
             memory = {v.untyped_storage().data_ptr() for v in carried}
-            apart = [v.clone() if v.untyped_storage().data_ptr() in memory else v for v in values]
-            for static, value in zip(carried, apart, strict=True):
+            outputs = [v.clone() if v.untyped_storage().data_ptr() in memory else v for v in values]
+            for static, value in zip(carried, outputs, strict=True):
                 static.copy_(value)
             counter += 1
         return Captured(graph, counter, carried, fixed, steps, current)

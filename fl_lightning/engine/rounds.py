@@ -204,10 +204,10 @@ class Rounds:
         """Returns the first ``n`` rows of results of a round's clients, those of other processes included."""
         if self.fabric.world_size == 1:
             return {name: v[:n] for name, v in results.items()}
-        most = max(map(len, drawn.shares))
-        padding = max(most - len(results["loss"]), 0)
-        rows = {name: torch.cat([v[:most], v.new_zeros(padding, *v.shape[1:])]) for name, v in results.items()}
-        places = {p: most * rank + i for rank, share in enumerate(drawn.shares) for i, p in enumerate(share)}
+        widest = max(map(len, drawn.shares))
+        padding = max(widest - len(results["loss"]), 0)
+        rows = {name: torch.cat([v[:widest], v.new_zeros(padding, *v.shape[1:])]) for name, v in results.items()}
+        places = {p: widest * rank + i for rank, share in enumerate(drawn.shares) for i, p in enumerate(share)}
         order = to_device([places.get(p, 0) for p in range(n)], self.w0.device)
         return {name: _of_all_processes(self.fabric, v).index_select(0, order) for name, v in rows.items()}
 

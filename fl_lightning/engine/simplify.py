@@ -68,13 +68,13 @@ def simplified(graph: GraphModule, constants: bool = True, known: Known = NOTHIN
         node.meta["range"] = known.get(node.meta.get("name", ""))
     for node in () if writes else nodes:
         _shorten(node)
-        same = _constant(graph, node) or _product(graph, node) if constants else None
-        same = _chosen(graph, node) if same is None else same
-        same = _unchanged(node) if same is None else same
-        if same is None and _repeatable(node):  # as text, arguments differ that Python takes for equal: 0.0 and -0.0
-            same = seen.setdefault((node.target, f"{node.args} {node.kwargs}"), node)
-        if same is not None and same is not node:
-            node.replace_all_uses_with(same)
+        twin = _constant(graph, node) or _product(graph, node) if constants else None
+        twin = _chosen(graph, node) if twin is None else twin
+        twin = _unchanged(node) if twin is None else twin
+        if twin is None and _repeatable(node):  # as text, arguments differ that Python takes for equal: 0.0 and -0.0
+            twin = seen.setdefault((node.target, f"{node.args} {node.kwargs}"), node)
+        if twin is not None and twin is not node:
+            node.replace_all_uses_with(twin)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
@@ -195,9 +195,9 @@ def _product(graph: GraphModule, node: Node) -> Node | None:
     left, right = node.args
     for factor, other in ((left, right), (right, left)):
         if (factor == 1 or _filled(graph, factor) == 1) and isinstance(other, Node):
-            has, needs = _form(other), _form(node)
-            same = has == needs != ()
-            return other if same or (has[:2] == needs[:2] and _serves(_empty(other), node)) else None
+            form, node_form = _form(other), _form(node)
+            same_form = form == node_form != ()
+            return other if same_form or (form[:2] == node_form[:2] and _serves(_empty(other), node)) else None
     return None
 
 

@@ -322,9 +322,9 @@ class _PreActBlock(nn.Module):
 
     def __init__(self, channels: int, out: int, norm: Norm, first: bool) -> None:
         super().__init__()
-        before = [] if first else [norm(channels), nn.ReLU()]
+        preactivation = [] if first else [norm(channels), nn.ReLU()]
         self.residual = nn.Sequential(
-            *before,
+            *preactivation,
             nn.Conv2d(channels, out, 3, padding=1, bias=False),
             norm(out),
             nn.ReLU(),

@@ -178,7 +178,7 @@ class Muon(AdamW):
         self, w: Tensor, direction: Direction, memory: State, lr: float | Tensor, ctx: ClientContext
     ) -> tuple[Tensor, State]:
         """Takes one step; see `LocalOptimizer.step`."""
-        flat, after = ctx.flat, list[tuple[Tensor, Tensor, Tensor]]()
+        flat, updates = ctx.flat, list[tuple[Tensor, Tensor, Tensor]]()
         vectors = (w, self.clipped(direction), memory.first, memory.second)
         for shape, *part in zip(flat.shapes, *(torch.split(v, flat.numels, -1) for v in vectors), strict=True):
             weights, g, first, second = part
@@ -191,8 +191,8 @@ class Muon(AdamW):
             else:
                 moments = self.moments(g, State({"first": first, "second": second, "count": memory.count}))
                 rate, u, first, second = self.lr_others, self.scaled(moments), moments.first, moments.second
-            after.append((rate * (u + self.weight_decay * weights), first, second))
-        step, first, second = (torch.cat(parts, -1) for parts in zip(*after, strict=True))
+            updates.append((rate * (u + self.weight_decay * weights), first, second))
+        step, first, second = (torch.cat(parts, -1) for parts in zip(*updates, strict=True))
         return w - lr * step, State({"first": first, "second": second, "count": memory.count + 1})
 
 

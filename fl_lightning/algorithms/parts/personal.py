@@ -139,11 +139,11 @@ def _chosen(flat: FlatSpec, key: str, patterns: list[str]) -> set[str]:
     """Returns the names of the parameters that patterns choose; see `Personal`."""
     chosen, layers = set[str](), list(dict.fromkeys(name.rpartition(".")[0] for name in flat.tied))
     for pattern in patterns:
-        way, _, argument = pattern.rpartition(":")
+        scheme, _, argument = pattern.rpartition(":")
         setting = f"model.parts: Personal.{key}"
-        if way == "type":
+        if scheme == "type":
             chosen |= {name for name, kind in flat.types.items() if fnmatchcase(kind, argument)}
-        elif way == "last":
+        elif scheme == "last":
             ensure(
                 argument.isdecimal() and int(argument) > 0,
                 f"{setting} = {pattern}: give a number of layers, such as last:1",

@@ -50,9 +50,9 @@ class Partition(Checked, ABC, key="data.partition"):
         name, parts = type(self).__name__, self._parts(labels, num_clients, num_classes, seed)
         check(parts, len(labels), num_clients, name, self.replacement)
         if not type(self).__module__.startswith("fl_lightning."):  # of a user's, the next process may get another one
-            again = self._parts(labels, num_clients, num_classes, seed)
+            repeated = self._parts(labels, num_clients, num_classes, seed)
             ensure(
-                len(parts) == len(again) and all(map(np.array_equal, parts, again)),
+                len(parts) == len(repeated) and all(map(np.array_equal, parts, repeated)),
                 f"{name}.split: gives another split when it is called again; draw from "
                 'fl_lightning.core.numpy_generator(seed, "partition")',
             )
