@@ -343,12 +343,12 @@ class CentralizedOptimizer(torch.optim.Optimizer):
                 values.append(closure())
             return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
 
-        kept = {**hooks.scratch_state, **self.optimizer.named_state}
+        inits = {**hooks.scratch_state, **self.optimizer.named_state}
         state, ctx, received = self.state[params[0]], self.context(self.param_groups[0]["lr"]), State({"w": w})
-        client = State(state.get("client") or State.initial(kept, w, w)) | {"start": w}
+        client = State(state.get("client") or State.initial(inits, w, w)) | {"start": w}
         lr = hooks.step_lr(client, ctx)
         direction, client = hooks.local_step(w, grad, client, received, ctx)
         w, client = self.optimizer.take(w, direction, client, lr, ctx)
-        state["client"] = dict(client.only(kept))
+        state["client"] = dict(client.only(inits))
         flat.load(net, hooks.after_step(w, client, received, ctx))
         return values[0]

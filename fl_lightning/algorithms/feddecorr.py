@@ -37,7 +37,7 @@ class FedDecorr(LocalObjective):
         self.beta, self.scale = beta, scale
 
     def losses(self, logits: Any, target: Tensor, *teacher: Any) -> Tensor:
-        """The loss alone: the term belongs to the minibatch as a whole."""
+        """Returns the loss alone: the term belongs to the minibatch as a whole."""
         return super().losses(logits[0], target)
 
     def batch_loss(

@@ -107,15 +107,13 @@ class FlatSpec:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        ensure(
-            bool(trained), f"model.net = {type(module).__name__} has no parameter to train; set requires_grad of some"
-        )
-        self.names, self.shapes = [name for name, _ in trained], [p.shape for _, p in trained]
-        first, named = {id(p): name for name, p in trained}, module.named_parameters(remove_duplicate=False)
+        pairs = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        ensure(bool(pairs), f"model.net = {type(module).__name__} has no parameter to train; set requires_grad of some")
+        self.names, self.shapes = [name for name, _ in pairs], [p.shape for _, p in pairs]
+        first, named = {id(p): name for name, p in pairs}, module.named_parameters(remove_duplicate=False)
         self.tied = {name: first[id(p)] for name, p in named if id(p) in first}
         self.types = {name: type(module.get_submodule(name.rpartition(".")[0])).__name__ for name in self.tied}
-        self.numels = [p.numel() for _, p in trained]
+        self.numels = [p.numel() for _, p in pairs]
         self.d = sum(self.numels)
         self._masks: dict[tuple[frozenset[str], torch.device], Tensor] = {}
 

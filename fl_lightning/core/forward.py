@@ -114,11 +114,11 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def unchanged(net: nn.Module) -> Iterator[None]:
     """Restores the net's buffers on exit."""
-    kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in buffers.items():
             net.get_buffer(name).copy_(value)
 
 

@@ -156,8 +156,8 @@ def as_setting(value: Any, weights: bool = True) -> Any:
             return settings if _is_short(settings) else described(value)
         case list() | tuple() | set() | frozenset():
             entries = [*map(as_setting, value)] if len(value) <= MOST else [None] * len(value)
-            kept = sorted(entries, key=str) if isinstance(value, set | frozenset) else entries
-            return kept if _is_short(kept) else described(value)
+            ordered = sorted(entries, key=str) if isinstance(value, set | frozenset) else entries
+            return ordered if _is_short(ordered) else described(value)
         case np.ndarray() if value.dtype.kind in "iub" and value.size <= MOST:
             return value.tolist()
         case FunctionType() | BuiltinFunctionType() | type():

@@ -69,8 +69,8 @@ def _states(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
         values ^= values >> np.uint32(16)
         return values
 
-    def mixed(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        values: NDArray[np.uint32] = np.uint32(0xCA01F9DD) * one - np.uint32(0x4973F715) * other
+    def mixed(x: NDArray[np.uint32], y: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        values: NDArray[np.uint32] = np.uint32(0xCA01F9DD) * x - np.uint32(0x4973F715) * y
         values ^= values >> np.uint32(16)
         return values
 
@@ -81,9 +81,9 @@ def _states(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
             if source != target:
                 pool[target] = mixed(pool[target], hashed(pool[source]))
     for word in words[4:]:
-        pool = [mixed(each, hashed(word)) for each in pool]
+        pool = [mixed(entry, hashed(word)) for entry in pool]
     constant = 0x8B51F9DD
-    low, high = (hashed(each, 0x58F38DED).astype(np.uint64) for each in pool[:2])
+    low, high = (hashed(entry, 0x58F38DED).astype(np.uint64) for entry in pool[:2])
     states: NDArray[np.uint64] = low | high << np.uint64(32)
     return states
 

@@ -60,8 +60,8 @@ def hidden_words(words: Sequence[str]) -> list[str]:
         name, equals, _ = word.partition("=") if word[:1] == "-" else ("", "", "")
         named = previous[:1] == "-" and "=" not in previous and is_secret(previous)
         secret = named or RANDOM.fullmatch(word) or any(map(is_secret, LISTED.findall(word)))
-        kept = HIDDEN if secret else hidden(word)
-        shown.append(f"{name}={HIDDEN}" if kept == HIDDEN and equals else kept)
+        text = HIDDEN if secret else hidden(word)
+        shown.append(f"{name}={HIDDEN}" if text == HIDDEN and equals else text)
     return shown
 
 

@@ -44,8 +44,8 @@ def numbered(texts: Sequence[Sequence[str]], known: Mapping[str, int], length: i
     """
     x = np.zeros((len(texts), length), np.int64)
     for row, text in zip(x, texts, strict=True):
-        kept = [known.get(token, 0) for token in text[:length]]
-        row[: len(kept)] = kept
+        numbers = [known.get(token, 0) for token in text[:length]]
+        row[: len(numbers)] = numbers
     return x
 
 

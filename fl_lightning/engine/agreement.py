@@ -270,13 +270,13 @@ def _float64(engine: Engine) -> Iterator[None]:
     """Holds the constants of an engine's objective in float64 for a while."""
     w = engine.net.w
     constants = [p for p in engine.objective.parameters() if not p.requires_grad]
-    kept = [(t, t.data) for t in (*constants, *engine.objective.buffers()) if t.is_floating_point()]
+    saved = [(t, t.data) for t in (*constants, *engine.objective.buffers()) if t.is_floating_point()]
     try:
-        for tensor, data in kept:
+        for tensor, data in saved:
             tensor.data = data.double()
         yield
     finally:
-        for tensor, data in kept:
+        for tensor, data in saved:
             tensor.data = data
         engine.net.move_to(w)
 

@@ -305,8 +305,8 @@ class Rounds:
         zeros = [(v * 0).sum() for v in (*upload.values(), *state.values(), *after.values())]
         server_logs = [logs.row(name, 1, loss) for name in logs.names]
         numbers = torch.cat([torch.stack(zeros).sum()[None].to(loss), loss, *logged.values(), *server_logs])
-        kept = [objective.finish_client(State(row), after) for row in by_client(state, n)]
-        rows = {name: torch.stack([row[name] for row in kept]) for name in state}
+        states = [objective.finish_client(State(row), after) for row in by_client(state, n)]
+        rows = {name: torch.stack([row[name] for row in states]) for name in state}
         return after, rows, numbers.to(accumulator_dtype(loss.device)), self.bits(sent, upload, n)
 
     def bits(self, sent: State, upload: Upload, n: int) -> tuple[int, int]:

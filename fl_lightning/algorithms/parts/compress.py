@@ -218,8 +218,10 @@ class Compress(Part):
         ]
         vectors = vectors if len(shared) else []  # otherwise nothing travels
         self.uploads = [(n, references[n], f"Compress.{n}", objective.sums.get(n)) for n in vectors]
-        kept = {e: inits.get(r, "zeros") for _, r, e, total in self.uploads if self.error_feedback and total is None}
-        self.client_state = {e: partial(_zeros, init, self.places) for e, init in kept.items()}
+        residuals = {
+            e: inits.get(r, "zeros") for _, r, e, total in self.uploads if self.error_feedback and total is None
+        }
+        self.client_state = {e: partial(_zeros, init, self.places) for e, init in residuals.items()}
 
     def local_end(
         self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext

@@ -109,11 +109,11 @@ class Personal(Part):
         return upload, self.end_alone(w, client)
 
     def moving(self, w: Tensor, alone: bool) -> Tensor | None:
-        """What stays alone; then, if each trains alone, what is shared, otherwise everything."""
+        """Returns the mask of what stays, of a client that trains alone; afterwards that of what is shared, or None."""
         return (self._kept(w.device) == alone) if alone or self.trains_alone else None
 
     def perturbed(self, w: Tensor) -> Tensor | None:
-        """As ``perturb`` says."""
+        """Returns the mask that ``perturb`` chooses."""
         return None if self.perturb == "all" else self._kept(w.device) == (self.perturb == "kept")
 
     def end_alone(self, w: Tensor, client: State) -> State:

@@ -220,7 +220,7 @@ class SWA(Averaging):
         return int(round(self.start * rounds, 9)) if self.start < 1 else int(self.start)  # 0.29 * 100 is below 29
 
     def local_lr(self, lr: float, ctx: RoundContext) -> float:
-        """Cyclic from the start on: ``(1 - s) lr + s lr_min`` with ``s = ((t mod c) + 1) / c``."""
+        """Falls in cycles from the start on: ``(1 - s) lr + s lr_min`` with ``s = ((t mod c) + 1) / c``."""
         if self.cycle == 1 or ctx.t < self.start_round(ctx.rounds):
             return lr
         return in_cycle(ctx.t, self.cycle, lr, self.lr_min)

@@ -224,18 +224,18 @@ def divide(
     n_val = round(val_fraction * len(y))
     require(n_val > 0 or not val_fraction, "data.val_fraction", val_fraction, "holds out nothing; use for example 0.1")
     val = stratified(strata, n_val, numpy_generator(seed, "validation"))
-    kept = np.delete(np.arange(len(y)), val)
-    require(len(kept) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
+    remaining = np.delete(np.arange(len(y)), val)
+    require(len(remaining) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
     require(
-        num_clients <= len(kept),
+        num_clients <= len(remaining),
         "data.num_clients",
         num_clients,
-        f"exceeds the {len(kept)} training samples; use fewer clients",
+        f"exceeds the {len(remaining)} training samples; use fewer clients",
     )
     if partition.fixed:
         parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
     else:
-        parts = [kept[part] for part in partition(y[kept], num_clients, num_classes, seed)]
+        parts = [remaining[part] for part in partition(y[remaining], num_clients, num_classes, seed)]
     clients = ClientIndices(parts)
     require(
         bool(clients.sizes.all()),

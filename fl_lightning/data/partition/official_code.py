@@ -99,12 +99,12 @@ class FLSAMDirichlet(Partition):
         return np.array_split(np.concatenate(lists), num_clients)
 
     def _long_tail(self, labels: Indices, num_classes: int, rng: np.random.RandomState) -> Indices:
-        kept = []
+        selected = []
         for c, pool in enumerate(members(labels, num_classes)):
             rng.shuffle(pool)
             share = (1 / self.imbalance) ** (c / max(num_classes - 1, 1))
-            kept.append(pool[: int(len(labels) / num_classes * share)])
-        return np.concatenate(kept)
+            selected.append(pool[: int(len(labels) / num_classes * share)])
+        return np.concatenate(selected)
 
     def _divide(self, pools: list[Indices], width: int, rng: np.random.RandomState) -> list[Indices]:
         """Divides a chunk, given by class, among ``width`` clients."""
