@@ -37,9 +37,9 @@ class AdaBest(LocalObjective):
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """``h_i <- h_i / (t - t_i) + mu (w^t - w_i)``, rounds counted from 1."""
-        now = ctx.t + 1
-        h = client.h / (now - client.last) + self.mu * (client.start - w)
-        return {"w": w}, client.replace(h=h, last=client.last * 0 + now)
+        t = ctx.t + 1
+        h = client.h / (t - client.last) + self.mu * (client.start - w)
+        return {"w": w}, client.replace(h=h, last=client.last * 0 + t)
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
         """``w <- w_bar - beta (w_bar_old - w_bar)``, with w_bar the mean of the local models."""

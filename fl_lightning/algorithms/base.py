@@ -106,13 +106,13 @@ class LocalObjective(Composed, SupervisedModule):
         complex = [n for n, x in (*net.named_parameters(), *net.named_buffers()) if x.is_complex()]
         remedy = "and training casts nets to real numbers; store torch.view_as_real of it"
         ensure(not complex, f"model.net = {type(net).__name__}: {', '.join(complex)} is complex, {remedy}")
-        named = moving_buffers(net)
-        if named and buffers is None:
+        moving = moving_buffers(net)
+        if moving and buffers is None:
             raise UserError(
-                f"model.net has the buffer '{named[0]}': choose how running statistics are treated by model.buffers = "
+                f"model.net has the buffer '{moving[0]}': choose how running statistics are treated by model.buffers = "
                 "average, local or reset, or use GroupNorm; register a constant with persistent=False"
             )
-        self.net_buffers = Buffers(net, buffers) if named and buffers is not None else None
+        self.net_buffers = Buffers(net, buffers) if moving and buffers is not None else None
         lazy = any(isinstance(p, UninitializedParameter) for p in net.parameters())
         ensure(not lazy, f"model.net = {type(net).__name__} has lazy layers; give their numbers of inputs")
         self.flat = FlatSpec(net)
@@ -124,8 +124,8 @@ class LocalObjective(Composed, SupervisedModule):
             not self.optimizer.keeps_state or not self.trains_alone,
             "model.optimizer.state = keep: model.parts trains each client before the round, too; set it to reset",
         )
-        own = [type(part).__name__ for part in self.parts if type(part).end_alone is not Part.end_alone]
-        ensure(len(own) < 2, f"model.parts: {' and '.join(own)} both train clients by themselves; take one")
+        names = [type(part).__name__ for part in self.parts if type(part).end_alone is not Part.end_alone]
+        ensure(len(names) < 2, f"model.parts: {' and '.join(names)} both train clients by themselves; take one")
 
     def constructed(self, arguments: BoundArguments) -> None:
         """Checks that each name has one owner, once subclasses have declared their own."""
@@ -162,9 +162,9 @@ class LocalObjective(Composed, SupervisedModule):
 
         def watched() -> Any:
             with ExitStack() as stack:
-                seen = [stack.enter_context(each) for each in further if each is not None]
+                functions = [stack.enter_context(context) for context in further if context is not None]
                 output = forward()
-            values.extend(of(len(target)) for of in seen)
+            values.extend(function(len(target)) for function in functions)
             return output
 
         loss = super().minibatch_loss(watched, target, *teacher, weight=weight, losses=losses)
@@ -343,12 +343,12 @@ class CentralizedOptimizer(torch.optim.Optimizer):
                 values.append(closure())
             return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
 
-        kept = {**hooks.scratch_state, **self.optimizer.named_state}
+        inits = {**hooks.scratch_state, **self.optimizer.named_state}
         state, ctx, received = self.state[params[0]], self.context(self.param_groups[0]["lr"]), State({"w": w})
-        client = State(state.get("client") or State.initial(kept, w, w)) | {"start": w}
+        client = State(state.get("client") or State.initial(inits, w, w)) | {"start": w}
         lr = hooks.step_lr(client, ctx)
         direction, client = hooks.local_step(w, grad, client, received, ctx)
         w, client = self.optimizer.take(w, direction, client, lr, ctx)
-        state["client"] = dict(client.only(kept))
+        state["client"] = dict(client.only(inits))
         flat.load(net, hooks.after_step(w, client, received, ctx))
         return values[0]

@@ -44,8 +44,8 @@ class Composed(Hooks):
                 "begin with it, or with a small one"
             )
         relaxed = RelaxedInit(self.relaxed_init, self.adds_updates) if relaxes else None
-        named = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
-        return [*(part for part in named if part is not None), *self.parts]
+        slots = (self.ascent, self.server_update, relaxed, self.averaging, self.net_buffers)
+        return [*(part for part in slots if part is not None), *self.parts]
 
     @property
     def _owners(self) -> "tuple[Composed | Part, ...]":
@@ -58,29 +58,29 @@ class Composed(Hooks):
 
     def named_settings(self) -> dict[str, Any]:
         """Returns the numbers and text among the attributes of the objective and its parts, by owner and name."""
-        found = ((f"{i}.{name}", v) for i, owner in enumerate(self.configured) for name, v in vars(owner).items())
+        attributes = ((f"{i}.{name}", v) for i, owner in enumerate(self.configured) for name, v in vars(owner).items())
         return {
             name: v
-            for name, v in found
+            for name, v in attributes
             if isinstance(v, bool | int | float | str) and not name.endswith(".training") and "._" not in name
         }
 
     def local_settings(self) -> dict[str, Any]:
         """Returns the plain settings of local training, by dotted name as in a config."""
-        named: dict[str, Any] = {"": self, "ascent": self.ascent, "optimizer": self.optimizer}
-        named |= {f"parts.{i}": part for i, part in enumerate(self.parts)}
+        owners: dict[str, Any] = {"": self, "ascent": self.ascent, "optimizer": self.optimizer}
+        owners |= {f"parts.{i}": part for i, part in enumerate(self.parts)}
         return {
             f"{path}.{name}".lstrip("."): v
-            for path, owner in named.items()
+            for path, owner in owners.items()
             if owner is not None
             for name, v in vars(owner).items()
             if type(v) in (int, float) or (isinstance(v, bool | str) and name != "training" and name[0] != "_")
         }
 
     def local_numbers(self) -> dict[str, float]:
-        """Returns those that clients trained at once may have each its own: numbers of no further part."""
-        named = self.local_settings().items()
-        return {n: float(v) for n, v in named if type(v) in (int, float) and not n.startswith("parts.")}
+        """Returns the settings in which clients that train at once may differ: numbers, but none of further parts."""
+        settings = self.local_settings().items()
+        return {n: float(v) for n, v in settings if type(v) in (int, float) and not n.startswith("parts.")}
 
     def change_setting(self, name: str, value: Any) -> None:
         """Changes one of the `named_settings`."""
@@ -89,8 +89,8 @@ class Composed(Hooks):
 
     def client_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that a client keeps."""
-        own = {name: _as_kept(init) for owner in self._owners for name, init in owner.client_state.items()}
-        return {**own, **(self.optimizer.named_state if self.optimizer.keeps_state else {})}
+        inits = {name: _as_kept(init) for owner in self._owners for name, init in owner.client_state.items()}
+        return {**inits, **(self.optimizer.named_state if self.optimizer.keeps_state else {})}
 
     def scratch_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that lives during one round's local training."""
@@ -103,8 +103,8 @@ class Composed(Hooks):
     @property
     def only_averages(self) -> bool:
         """Whether a round's model is the mean of the clients' models, and nothing else happens to it."""
-        hooks = all(getattr(type(self), each) is getattr(Hooks, each) for each in ("local_end", "server_step"))
-        return hooks and type(self.server_update) is ServerUpdate and self.server_update.lr == 1
+        inherited = all(getattr(type(self), name) is getattr(Hooks, name) for name in ("local_end", "server_step"))
+        return inherited and type(self.server_update) is ServerUpdate and self.server_update.lr == 1
 
     @property
     def needs_rounds(self) -> str:
@@ -135,7 +135,7 @@ class Composed(Hooks):
     @property
     def all_references(self) -> dict[str, str | float]:
         """References of this objective and its parts."""
-        return {name: of for owner in self._owners for name, of in owner.references.items()}
+        return {name: reference for owner in self._owners for name, reference in owner.references.items()}
 
     def known(self, sent: State) -> dict[str, Tensor]:
         """Returns the values that clipping rules subtract from the uploads first, by name; see ``references``.
@@ -145,8 +145,8 @@ class Composed(Hooks):
         """
         references = self.all_references
         inits = {name: references[name] for name in self.wire[1] if name in references}
-        values = State.initial({name: of for name, of in inits.items() if of not in sent}, sent.w, sent.w)
-        return self.encoded({name: sent[str(of)] if of in sent else values[name] for name, of in inits.items()})
+        values = State.initial({name: init for name, init in inits.items() if init not in sent}, sent.w, sent.w)
+        return self.encoded({name: sent[str(init)] if init in sent else values[name] for name, init in inits.items()})
 
     @cached_property
     def models(self) -> frozenset[str]:
@@ -154,7 +154,7 @@ class Composed(Hooks):
         inits = {**self.server_inits(), **self.scratch_inits(), **self.client_inits()}
         probe = torch.arange(1.0, self.flat.d + 1)
         known = {"w", "start", *(name for name, init in inits.items() if _is_model(init, probe))}
-        return frozenset(known | {name for name, of in self.all_references.items() if of in known})
+        return frozenset(known | {name for name, reference in self.all_references.items() if reference in known})
 
     @property
     def own_part(self) -> Part | None:
@@ -163,11 +163,11 @@ class Composed(Hooks):
 
     @property
     def trains_alone(self) -> bool:
-        """Whether clients do so before each round."""
+        """Whether clients train by themselves before each round."""
         return self.own_part is not None and self.own_part.trains_alone
 
     def alone(self, ctx: RoundContext) -> Part | None:
-        """Returns that part if the context is that of this training, a phase beyond those of the algorithm."""
+        """Returns `own_part` if the context is that of its training, a phase beyond those of the algorithm."""
         return self.own_part if ctx.phase == self.phases else None
 
     @property
@@ -220,8 +220,8 @@ class Composed(Hooks):
     @property
     def shared(self) -> list[str] | None:
         """Names of the parameters of which there is one value for all clients; None: all."""
-        each = [part.shared for part in self.parts if part.shared is not None]
-        return [name for name in each[0] if all(name in names for names in each)] if each else None
+        shared = [part.shared for part in self.parts if part.shared is not None]
+        return [name for name in shared[0] if all(name in names for names in shared)] if shared else None
 
     def check_global_model(self, what: str) -> None:
         """Raises a `UserError` if there is no global model for ``what``."""
@@ -243,8 +243,8 @@ class Composed(Hooks):
 
 def _all_of(masks: Iterable[Tensor | None]) -> Tensor | None:
     """Returns where all masks are true; None: there is no mask."""
-    found = [mask for mask in masks if mask is not None]
-    return reduce(torch.logical_and, found) if found else None
+    actual = [mask for mask in masks if mask is not None]
+    return reduce(torch.logical_and, actual) if actual else None
 
 
 def _as_kept(init: Init) -> Init:

@@ -10,7 +10,7 @@ from fl_lightning.algorithms.module import Losses
 from fl_lightning.core import NonNegative
 
 EPS = 1e-8
-"""Added to the variances, under the root: a dead feature has no correlation, and no infinite gradient."""
+"""What is added to the variances, under the root: a dead feature has no correlation, and no infinite gradient."""
 
 
 class FedDecorr(LocalObjective):
@@ -37,7 +37,7 @@ class FedDecorr(LocalObjective):
         self.beta, self.scale = beta, scale
 
     def losses(self, logits: Any, target: Tensor, *teacher: Any) -> Tensor:
-        """The loss alone: the term belongs to the minibatch as a whole."""
+        """Returns the loss alone: the term belongs to the minibatch as a whole."""
         return super().losses(logits[0], target)
 
     def batch_loss(

@@ -117,7 +117,7 @@ class FedDyn(LocalObjective):
         return server.replace(lam_unseen=admm_dual(server.lam_unseen, end, sent.w, self.beta))
 
     def mean_start(self, sent: State, uploads: Uploads) -> Tensor:
-        """Mean over the cohort of the weights where local training started, ``(d,)``."""
+        """Returns the cohort's mean of the weights where local training started, ``(d,)``."""
         return uploads.mean("start_w") if "start_w" in self.up else sent.w
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:

@@ -63,8 +63,8 @@ class FedGF(LocalObjective):
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:
         """``grad(c w_tilde + (1 - c) (w + rho g / ||g||))``."""
-        own = w + to_radius(grad(w), self.rho)
-        return grad(received.c * received.w_tilde + (1 - received.c) * own), client
+        ascent_point = w + to_radius(grad(w), self.rho)
+        return grad(received.c * received.w_tilde + (1 - received.c) * ascent_point), client
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: ClientContext) -> tuple[Upload, State]:
         """Uploads the distance ``||w^r - w_k||``, a scalar."""

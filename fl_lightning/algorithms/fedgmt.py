@@ -51,7 +51,7 @@ class FedGMT(FedDyn):
         self.gamma, self.tau, self.ema_alpha, self.kl_tau2 = gamma, tau, ema_alpha, kl_tau2
 
     def teacher(self, client: State, received: State) -> Tensor:
-        """The averaged trajectory, e^t."""
+        """Returns the averaged trajectory, e^t."""
         return received.e
 
     def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class FedGMTv2(FedGMT):
         return super().local_start(client.replace(e=self.ema(client.e, received.w)), received, ctx)
 
     def teacher(self, client: State, received: State) -> Tensor:
-        """The client's own average, e_m."""
+        """Returns the client's own average, e_m."""
         return client.e
 
     def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:

@@ -40,12 +40,12 @@ class FedLC(LocalObjective):
         ensure(not (tau and smoothing), f"model.loss.label_smoothing = {smoothing}: {infinite}; set it to 0")
 
     def loss_constants(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, ...]:
-        """The margins ``tau n_c^(-1/4)``, infinite for classes of which the client has no sample."""
+        """Returns the margins ``tau n_c^(-1/4)``, infinite for classes of which the client has no sample."""
         assert ctx.class_counts is not None
         return (self.tau * ctx.class_counts**-0.25,)
 
     def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
-        """Cross-entropy of the calibrated logits."""
+        """Returns the cross-entropy of the calibrated logits."""
         if self.tau == 0:
             return super().losses(logits, target)
         ensure(logits.ndim == 2, "model = FedLC: needs one class a sample, not one a pixel; choose another algorithm")

@@ -27,7 +27,7 @@ class FedNTD(LocalObjective):
         self.gamma, self.tau = gamma, tau
 
     def teacher(self, client: State, received: State) -> Tensor:
-        """The received model, w^t."""
+        """Returns the received model, w^t."""
         return received.w
 
     def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:

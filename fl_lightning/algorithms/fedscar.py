@@ -88,7 +88,7 @@ class FedScar(LocalObjective):
         return length * unit(self.way(client, w))
 
     def way(self, client: State, w: Tensor) -> Tensor:
-        """From the client's last model to the global one."""
+        """Returns the vector from the client's last model to the global one."""
         return w - client.z
 
     def decayed(self, b: Tensor, last: Tensor, ctx: RoundContext) -> Tensor:

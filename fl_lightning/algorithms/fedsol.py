@@ -36,7 +36,7 @@ class FedSOL(LocalObjective):
         self.rho, self.tau, self.radius = rho, tau, radius
 
     def teacher(self, client: State, received: State) -> Tensor:
-        """The received model, w^t."""
+        """Returns the received model, w^t."""
         return received.w
 
     def divergence(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class FedSOL(LocalObjective):
         return kl_to_teacher(logits, teacher[0], self.tau, tau2=False)
 
     def losses(self, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
-        """The loss of the descent: the teacher has no part in it."""
+        """Returns the loss of the descent: the teacher has no part in it."""
         return super().losses(logits, target)
 
     def local_step(self, w: Tensor, grad: Gradient, client: State, received: State, ctx: ClientContext) -> Step:

@@ -26,11 +26,11 @@ def named(metrics: Metrics | None) -> dict[str, Given]:
         UserError: If a name occurs twice or cannot be part of a metric's name, or a class does not exist.
     """
     if not isinstance(metrics, Mapping):
-        given = list(metrics or ())
-        names = [each.rpartition(".")[2] if isinstance(each, str) else type(each).__name__ for each in given]
+        entries = list(metrics or ())
+        names = [entry.rpartition(".")[2] if isinstance(entry, str) else type(entry).__name__ for entry in entries]
         twice = next((name for name in names if names.count(name) > 1), None)
         ensure(twice is None, f"model.metrics: {twice} is there twice; give a mapping, with a name for each")
-        metrics = dict(zip(names, given, strict=True))
+        metrics = dict(zip(names, entries, strict=True))
     for name, metric in metrics.items():
         plain = re.fullmatch(r"\w[\w@-]*", name) and name != "loss"
         require(bool(plain), "model.metrics", name, "not a name for a metric; use letters, digits, _, - and @")
@@ -63,7 +63,7 @@ class Scores(nn.Module):
         ensure(name not in further, f"model.metrics: {name} is the data's own metric; choose another name")
         self._own, self._task, self._outputs = metric, task, outputs
         arguments = {} if task is None else task.arguments(outputs)
-        self._further = {key: _new(key, each, arguments) for key, each in further.items()}
+        self._further = {key: _new(key, entry, arguments) for key, entry in further.items()}
         self.metrics: Mapping[str, Any] = nn.ModuleDict({name: metric, **self._further})  # type: ignore[assignment]
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
@@ -145,8 +145,8 @@ def _fitting(name: str) -> Iterator[None]:
         raise _misfit(name, error) from None
 
 
-def _misfit(name: str, what: object) -> UserError:
+def _misfit(name: str, reason: object) -> UserError:
     return UserError(
-        f"model.metrics = {name}: not one number of these outputs and targets ({folded(what):.120}); "
+        f"model.metrics = {name}: not one number of these outputs and targets ({folded(reason):.120}); "
         "choose another metric, or give it as class_path and init_args"
     )

@@ -107,9 +107,9 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         is_mean = "a minibatch's loss is the mean of its samples' losses; give mean or none"
         require(reduction in ("none", "mean"), "model.loss.reduction", reduction, is_mean)
         if isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss):
-            own = "torch would divide by the sum of the weights, not by the number of samples; use a loss of your own"
-            require(self.loss.weight is None, "model.loss.weight", "classes have weights", own)
-            require(self.loss.ignore_index < 0, "model.loss.ignore_index", self.loss.ignore_index, own)
+            hint = "torch would divide by the sum of the weights, not by the number of samples; use a loss of your own"
+            require(self.loss.weight is None, "model.loss.weight", "classes have weights", hint)
+            require(self.loss.ignore_index < 0, "model.loss.ignore_index", self.loss.ignore_index, hint)
         elementwise = isinstance(self.loss, ELEMENTWISE)
         if reduction != "none" or elementwise:
             self.loss = copy.deepcopy(self.loss)
@@ -124,10 +124,10 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
 
     def constructed(self, arguments: BoundArguments) -> None:
         """Keeps the plain arguments of the outermost constructor as ``hparams``."""
-        given = {**arguments.arguments, **arguments.kwargs}
-        given = {name: v.item() if isinstance(v, np.generic) else v for name, v in given.items()}
+        settings = {**arguments.arguments, **arguments.kwargs}
+        settings = {name: v.item() if isinstance(v, np.generic) else v for name, v in settings.items()}
         kinds = bool | int | float | str | None
-        plain = {name: v for name, v in given.items() if isinstance(v, kinds) and not isinstance(v, Enum)}
+        plain = {name: v for name, v in settings.items() if isinstance(v, kinds) and not isinstance(v, Enum)}
         self.hparams.update({name: v for name, v in plain.items() if name not in ("loss", "init_weights")})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,13 +187,13 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
             UserError: If they are not those that the run had.
         """
         if checkpoint.get("frozen"):
-            own = constants(self.net)
+            frozen = constants(self.net)
             ensure(
-                digest(own) == checkpoint["frozen"],
+                digest(frozen) == checkpoint["frozen"],
                 "load_from_checkpoint: net has other frozen parameters than the checkpoint's run; make it with the "
                 "run's, or take load_net(run_folder)",
             )
-            checkpoint["state_dict"] |= {f"net.{name}": value for name, value in own.items()}
+            checkpoint["state_dict"] |= {f"net.{name}": value for name, value in frozen.items()}
 
     def observed(self) -> AbstractContextManager[None]:
         """Returns a context in which the net also returns features if `losses` needs them."""
@@ -244,11 +244,11 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
             UserError: If one of ``metrics`` does not suit the data.
         """
         if hasattr(data, "metric"):
-            own = data.metric()
+            metric = data.metric()
         else:
             ignored = getattr(self.loss, "ignore_index", None)
-            own = "acc", MulticlassAccuracy(classes, average="micro", ignore_index=ignored, validate_args=False)
-        return Scores(own, self.metrics, getattr(data, "task", None), getattr(data, "num_classes", None))
+            metric = "acc", MulticlassAccuracy(classes, average="micro", ignore_index=ignored, validate_args=False)
+        return Scores(metric, self.metrics, getattr(data, "task", None), getattr(data, "num_classes", None))
 
     def _evaluate(self, split: str, x: Tensor, y: Tensor) -> None:
         logits = self.net(x)

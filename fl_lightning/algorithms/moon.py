@@ -39,7 +39,7 @@ class MOON(LocalObjective):
         self.client_state = {"w_local": "w" if unseen == "received" else "w0"}
 
     def teacher(self, client: State, received: State) -> tuple[Tensor, Tensor]:
-        """The received model, and the client's last local one."""
+        """Returns the received model, and the client's last local one."""
         return received.w, client.w_local
 
     def losses(self, logits: Any, target: Tensor, *teacher: Any) -> Tensor:

@@ -75,11 +75,11 @@ def class_at(path: str, packages: Sequence[str], base: type) -> Any:
         base: The other class.
     """
     package, _, name = path.rpartition(".")
-    for each in [package] if package else packages:
+    for module in [package] if package else packages:
         with suppress(ImportError, TypeError):  # no such module, or a relative one
-            found = getattr(import_module(each), name, None)
-            if isinstance(found, type) and issubclass(found, base):
-                return found
+            kind = getattr(import_module(module), name, None)
+            if isinstance(kind, type) and issubclass(kind, base):
+                return kind
     return None
 
 
@@ -130,11 +130,11 @@ OF_LIGHTNING = {
 
 
 class UnknownNameError(AttributeError):
-    """Names that are alike are searched when they are read: parsers ask packages for hundreds of names."""
+    """A name that a package lacks; similar ones are searched when the message is read: parsers ask for hundreds."""
 
     def __str__(self) -> str:
         package, name, known = self.args
-        hint = f"; did you mean {' or '.join(near)}?" if (near := similar(name, known, cutoff=0.8)) else ""
+        hint = f"; did you mean {' or '.join(matches)}?" if (matches := similar(name, known, cutoff=0.8)) else ""
         return f"module '{package}' has no attribute '{name}'{hint}"
 
 
@@ -153,8 +153,8 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], list[str]]:
         if name in module_of:
             with warnings.catch_warnings():  # of tqdm, which other packages import, in a notebook without ipywidgets
                 warnings.filterwarnings("ignore", "IProgress not found")
-                found = getattr(import_module(module_of[name], package), name)
-            return vars(sys.modules[package]).setdefault(name, found)  # the parser asks for each a thousand times
+                value = getattr(import_module(module_of[name], package), name)
+            return vars(sys.modules[package]).setdefault(name, value)  # the parser asks for each a thousand times
         raise UnknownNameError(package, name, module_of)
 
     return load, [*module_of]
@@ -165,8 +165,8 @@ class UnknownKeyError(KeyError):
 
     def __str__(self) -> str:
         name, known = self.args
-        near = [each for each in known if str(name) in each] or similar(str(name), known)
-        remedy = f"did you mean {' or '.join(near[:3])}?" if near else f"choose from {', '.join(known)}"
+        matches = [key for key in known if str(name) in key] or similar(str(name), known)
+        remedy = f"did you mean {' or '.join(matches[:3])}?" if matches else f"choose from {', '.join(known)}"
         return f"{name!r}: no such name; {remedy}"
 
 
@@ -188,11 +188,11 @@ def callback_of_lightning(name: str) -> str:
 
 
 def similar(name: str, known: Iterable[str], cutoff: float = 0.55) -> list[str]:
-    """Returns up to three names like another one, the likest first; the case of letters does not count."""
-    cased = {each.casefold(): each for each in known}
-    within = [each for each in cased if len(name) > 4 and name.casefold() in each]  # median: CoordinateMedian
-    near = dict.fromkeys([*within, *difflib.get_close_matches(name.casefold(), cased, cutoff=cutoff)])
-    return [cased[each] for each in near][:3]
+    """Returns up to three names like another one, the most similar first; the case of letters does not count."""
+    cased = {word.casefold(): word for word in known}
+    containing = [word for word in cased if len(name) > 4 and name.casefold() in word]  # median: CoordinateMedian
+    matches = dict.fromkeys([*containing, *difflib.get_close_matches(name.casefold(), cased, cutoff=cutoff)])
+    return [cased[word] for word in matches][:3]
 
 
 PACKAGE = __name__.partition(".")[0]
@@ -210,17 +210,17 @@ def check_overrides(kind: type) -> None:
         for name, method in vars(owner).items() if owner.__module__.partition(".")[0] != PACKAGE else ():
             bases = (c for c in kind.__mro__[place + 1 :] if c.__module__.partition(".")[0] == PACKAGE)
             base = next((c for c in bases if name in vars(c)), None)
-            ours = None if base is None or (name[0] == "_" and name != "__call__") else vars(base)[name]
-            if isinstance(ours, FunctionType) and isinstance(method, FunctionType):
-                wanted, given = signature(ours), signature(method)
-                if not _takes(given, wanted):
-                    whose = f"{base and base.__name__}.{name}"
-                    shown = f"{owner.__name__}.{name}{_text(given)}"
-                    raise UserError(f"{shown}: {whose} has other arguments; write def {name}{_text(wanted)}")
+            declared = None if base is None or (name[0] == "_" and name != "__call__") else vars(base)[name]
+            if isinstance(declared, FunctionType) and isinstance(method, FunctionType):
+                wanted, actual = signature(declared), signature(method)
+                if not _takes(actual, wanted):
+                    base_name = f"{base and base.__name__}.{name}"
+                    shown = f"{owner.__name__}.{name}{_text(actual)}"
+                    raise UserError(f"{shown}: {base_name} has other arguments; write def {name}{_text(wanted)}")
     CHECKED.add(kind)
 
 
-def _takes(given: Signature, wanted: Signature) -> bool:
+def _takes(actual: Signature, wanted: Signature) -> bool:
     """Returns whether a function can be called as another one; one with ``*args`` says too little."""
     parameters = wanted.parameters.values()
     if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
@@ -231,10 +231,10 @@ def _takes(given: Signature, wanted: Signature) -> bool:
         [p.name for p in named if p.kind is Parameter.KEYWORD_ONLY or p.default is not Parameter.empty],
     ):
         with suppress(TypeError):
-            given.bind(*(p for p in named if p.name not in by_name), **dict.fromkeys(by_name))
+            actual.bind(*(p for p in named if p.name not in by_name), **dict.fromkeys(by_name))
             return True
     return False
 
 
-def _text(of: Signature) -> str:
-    return str(Signature([p.replace(annotation=Parameter.empty) for p in of.parameters.values()]))
+def _text(signature: Signature) -> str:
+    return str(Signature([p.replace(annotation=Parameter.empty) for p in signature.parameters.values()]))

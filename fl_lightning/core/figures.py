@@ -104,8 +104,8 @@ def log_levels(low: float, high: float) -> list[float]:
 
     ratio = high / low
     subs = (1, 1.5, 2, 3, 5, 7) if ratio < 30 else (1, 2, 5) if ratio < 2000 else (1, 3) if ratio < 1e5 else (1,)
-    most = 50 if len(subs) > 1 else 10
-    return [float(level) for level in LogLocator(subs=subs, numticks=most).tick_values(low, high)]
+    ticks = 50 if len(subs) > 1 else 10
+    return [float(level) for level in LogLocator(subs=subs, numticks=ticks).tick_values(low, high)]
 
 
 def label_lines(axes: Axes, lines: Any, form: str) -> None:
@@ -115,11 +115,11 @@ def label_lines(axes: Axes, lines: Any, form: str) -> None:
     places = list[Any]()
     for line in (line for path in lines.get_paths() for line in path.to_polygons(closed_only=False)):
         n = len(line) // 10  # not where a closed one begins
-        at = axes.transLimits.transform(line)[n : len(line) - n]  # from 0 to 1 within the panel
-        inside = np.abs(at - 0.5).max(axis=1) < 0.5 - EDGE
-        if inside.any() and np.ptp(at, axis=0).max() > EDGE:
-            far = np.min([np.linalg.norm(at - other, axis=1) for other in places or at[:1]], axis=0)
-            places.append(at[np.where(inside, far, -1).argmax()])
+        points = axes.transLimits.transform(line)[n : len(line) - n]  # from 0 to 1 within the panel
+        inside = np.abs(points - 0.5).max(axis=1) < 0.5 - EDGE
+        if inside.any() and np.ptp(points, axis=0).max() > EDGE:
+            distances = np.min([np.linalg.norm(points - place, axis=1) for place in places or points[:1]], axis=0)
+            places.append(points[np.where(inside, distances, -1).argmax()])
     places = [*map(axes.transLimits.inverted().transform, places)]
     axes.clabel(lines, fmt=form, fontsize=7, inline_spacing=2, manual=places)
 
@@ -156,9 +156,9 @@ def place_legend(figure: Figure, title: str | None = None, always: bool = False)
         title: Its title.
         always: Whether a single line has one, too.
     """
-    found = [axes.get_legend_handles_labels() for axes in figure.axes]
+    pairs = [axes.get_legend_handles_labels() for axes in figure.axes]
     width = figure.get_figwidth() - 0.2
-    lines = {wrapped(label, width - 0.5): line for pair in found for line, label in zip(*pair, strict=True)}
+    lines = {wrapped(label, width - 0.5): line for pair in pairs for line, label in zip(*pair, strict=True)}
     if len(lines) < (1 if always else 2):
         return
     widest = max(len(row) for label in lines for row in label.splitlines())
@@ -203,14 +203,14 @@ def render(figure: Figure, **files: dict[str, Any]) -> list[bytes]:
         UserError: If its numbers are beyond what can be drawn.
     """
     _show_as_written(figure)
-    found = []
+    contents = []
     for form, metadata in files.items():
         buffer = BytesIO()
         with style(), drawing():
             figure.savefig(buffer, format=form, dpi=300, metadata=metadata)
         figure.set_layout_engine("none")  # all files have the layout of the first
-        found.append(buffer.getvalue())
-    return found
+        contents.append(buffer.getvalue())
+    return contents
 
 
 def _show_as_written(figure: Figure) -> None:
@@ -241,11 +241,11 @@ def figure_files(figure: Figure, name: str) -> dict[str, bytes]:
 @contextmanager
 def noted(text: str) -> Iterator[None]:
     """Writes a text above all figures that are saved within, and into the metadata of their files."""
-    before = NOTE.set(text)
+    token = NOTE.set(text)
     try:
         yield
     finally:
-        NOTE.reset(before)
+        NOTE.reset(token)
 
 
 def save_figure(figure: Figure, path: str | Path) -> list[Path]:

@@ -18,7 +18,7 @@ from fl_lightning.core.errors import UnwrittenError, UserError, ensure
 from fl_lightning.core.forms import fits
 
 MARK = b"fl_lightning"
-"""Precedes the checksum, a CRC-32 of all bytes before both, at the end of a file."""
+"""What precedes the checksum, a CRC-32 of all bytes before both, at the end of a file."""
 UNMARKED, WRONG = "no checksum at its end", "its checksum is wrong"
 FROZEN = "frozen.pt"
 """File with the constants of a run's net, next to its checkpoints, once for all of them."""
@@ -122,15 +122,15 @@ def check_folder(path: str | Path) -> None:
     Raises:
         UserError: If a file stands in its way, or its permissions do not allow it.
     """
-    there = next(above for above in (Path(path), *Path(path).parents) if os.path.lexists(above))
-    if not there.is_dir():
-        raise _no_folder(path, "out", os.strerror(errno.EEXIST if there == Path(path) else errno.ENOTDIR))
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = next(above for above in (Path(path), *Path(path).parents) if os.path.lexists(above))
+    if not existing.is_dir():
+        raise _no_folder(path, "out", os.strerror(errno.EEXIST if existing == Path(path) else errno.ENOTDIR))
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise _no_folder(path, "out", os.strerror(errno.EACCES))
 
 
-def _no_folder(path: str | Path, key: str, why: str) -> UserError:
-    return UserError(f"{key} = {path}: cannot create this folder ({why}); choose another one")
+def _no_folder(path: str | Path, key: str, reason: str) -> UserError:
+    return UserError(f"{key} = {path}: cannot create this folder ({reason}); choose another one")
 
 
 def write_together(files: Mapping[Path, str | bytes]) -> None:
@@ -193,8 +193,8 @@ def load(path: Path) -> Any:
     """
     import torch
 
-    if found := fault(path):
-        raise ValueError(found)
+    if problem := fault(path):
+        raise ValueError(problem)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -218,11 +218,11 @@ def read_json(path: Path, form: Any, empty: Any = None) -> Any:
 def parse_json(text: bytes, path: Path, form: Any) -> Any:
     """Returns the content of a JSON text from a file, NaN and infinity as None; errors as for `read_json`."""
     try:
-        found = json_values(json.loads(text.decode()))
+        content = json_values(json.loads(text.decode()))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable ({error}); restore or remove it") from None
-    ensure(fits(found, form), f"{path}: not what a run writes there; restore or remove it")
-    return found
+    ensure(fits(content, form), f"{path}: not what a run writes there; restore or remove it")
+    return content
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -231,21 +231,21 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: If a key is there twice.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"{twice:.40} is there twice; give it once")
-    return found
+    return mapping
 
 
 def json_values(value: Any) -> Any:
     """Returns mappings, dataclasses, arrays and numbers as values of JSON, which has neither NaN nor infinity."""
     value = vars(value) if is_dataclass(value) else value
     if isinstance(value, Mapping):
-        return {key: json_values(each) for key, each in value.items()}
+        return {key: json_values(entry) for key, entry in value.items()}
     if isinstance(value, np.ndarray | np.number | np.bool_ | float):
         return np.where(np.isfinite(value), value, None).tolist()  # type: ignore[call-overload]  # an array of objects
-    return [json_values(each) for each in value] if isinstance(value, list | tuple) else value
+    return [json_values(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
@@ -264,10 +264,10 @@ def fault(path: Path) -> str | None:
 def _trailer(file: BinaryIO, size: int) -> bytes:
     """Reads the first bytes of a file, and returns what follows them in a file with a checksum."""
     file.seek(0)
-    found = 0
+    checksum = 0
     while size and (chunk := file.read(min(size, CHUNK))):
-        found, size = crc32(chunk, found), size - len(chunk)
-    return MARK + found.to_bytes(4, "little")
+        checksum, size = crc32(chunk, checksum), size - len(chunk)
+    return MARK + checksum.to_bytes(4, "little")
 
 
 def restore_removed(path: Path, descriptor: int) -> None:
@@ -284,10 +284,10 @@ def restore_removed(path: Path, descriptor: int) -> None:
         return
 
     def copy(file: Any) -> None:
-        at = 0
-        while chunk := os.pread(descriptor, CHUNK, at):
+        offset = 0
+        while chunk := os.pread(descriptor, CHUNK, offset):
             file.write(chunk)
-            at += len(chunk)
+            offset += len(chunk)
 
     write_atomically(path, copy)
     with path.open("r+b") as file:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ensure
 
 EPS = 1e-12
-"""Added to every norm in a denominator, so that a zero vector gives zero, never NaN."""
+"""What is added to every norm in a denominator, so that a zero vector gives zero, never NaN."""
 
 
 UNRECORDED = ContextVar("unrecorded", default=False)
@@ -87,8 +87,8 @@ def matching(names: Sequence[str], patterns: Sequence[str], key: str = "paramete
     """
     ensure(len(patterns) > 0, f"{key} = []: give at least one pattern, or null for all parameters")
     for pattern in patterns:
-        found = any(fnmatchcase(name, pattern) for name in names)
-        ensure(found, f"{key} = {pattern}: matches none of {', '.join(names[:4])}, ...; give a name or a pattern")
+        matched = any(fnmatchcase(name, pattern) for name in names)
+        ensure(matched, f"{key} = {pattern}: matches none of {', '.join(names[:4])}, ...; give a name or a pattern")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
@@ -107,13 +107,13 @@ class FlatSpec:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        ensure(bool(named), f"model.net = {type(module).__name__} has no parameter to train; set requires_grad of some")
-        self.names, self.shapes = [name for name, _ in named], [p.shape for _, p in named]
-        first, every = {id(p): name for name, p in named}, module.named_parameters(remove_duplicate=False)
-        self.tied = {name: first[id(p)] for name, p in every if id(p) in first}
+        pairs = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        ensure(bool(pairs), f"model.net = {type(module).__name__} has no parameter to train; set requires_grad of some")
+        self.names, self.shapes = [name for name, _ in pairs], [p.shape for _, p in pairs]
+        first, named = {id(p): name for name, p in pairs}, module.named_parameters(remove_duplicate=False)
+        self.tied = {name: first[id(p)] for name, p in named if id(p) in first}
         self.types = {name: type(module.get_submodule(name.rpartition(".")[0])).__name__ for name in self.tied}
-        self.numels = [p.numel() for _, p in named]
+        self.numels = [p.numel() for _, p in pairs]
         self.d = sum(self.numels)
         self._masks: dict[tuple[frozenset[str], torch.device], Tensor] = {}
 

@@ -84,21 +84,21 @@ def fits(value: Any, hint: Any) -> bool:
                 fits(value[key], hint[name]) if key in value else key != name for key, name in keys.items()
             )
         case list():
-            return isinstance(value, list) and all(fits(each, hint[0]) for each in value)
+            return isinstance(value, list) and all(fits(entry, hint[0]) for entry in value)
         case FunctionType():
             return bool(hint(value))
     kind, args = get_origin(hint) or hint, get_args(hint)
     if kind is dict and isinstance(value, Mapping) and args:
-        return all(fits(key, args[0]) and fits(item, args[1]) for key, item in value.items())
+        return all(fits(key, args[0]) and fits(entry, args[1]) for key, entry in value.items())
     if kind in PLAIN:
         return PLAIN[kind][1](value)
     if kind is Annotated:
         limits = [limit for limit in args[1:] if isinstance(limit, Interval)]
         return LATER in args or (fits(value, args[0]) and all(value in limit for limit in limits))
     if kind in UNIONS:
-        return any(fits(value, each) for each in args)
+        return any(fits(value, arg) for arg in args)
     if kind is Literal:
-        return any(isinstance(value, type(each)) and value == each for each in args)
+        return any(isinstance(value, type(choice)) and value == choice for choice in args)
     if kind is type and args:
         return isinstance(value, type) and isinstance(args[0], type) and issubclass(value, args[0])
     if kind in LISTS:
@@ -129,9 +129,9 @@ def in_words(hint: Any) -> str:
     if kind is Annotated:
         return " ".join([in_words(args[0]), *(str(limit) for limit in args[1:] if isinstance(limit, Interval))])
     if kind in UNIONS:
-        items = {each: get_args(get_args(each)[0]) for each in args if get_origin(each) in LISTS and get_args(each)}
-        several = [each for each in items if items[each] and {*items[each]} <= {*args}]  # of what is taken alone, too
-        words = " or ".join(in_words(each) for each in args if each not in several)
+        types = {arg: get_args(get_args(arg)[0]) for arg in args if get_origin(arg) in LISTS and get_args(arg)}
+        several = [arg for arg in types if types[arg] and {*types[arg]} <= {*args}]  # of what is taken alone, too
+        words = " or ".join(in_words(arg) for arg in args if arg not in several)
         return words + ", or a list of them" * bool(several)
     if kind is Literal:
         return f"one of {', '.join(map(str, args))}"

@@ -21,8 +21,8 @@ Autocast = Callable[[], AbstractContextManager[object]]
 def places(net: nn.Module) -> list[tuple[str, str]]:
     """Returns the names of a net's parameters, each with its first name: a module may stand at several places."""
     first = {id(p): name for name, p in net.named_parameters()}
-    own = (m.named_parameters(prefix, recurse=False, remove_duplicate=False) for prefix, m in net.named_modules())
-    return [(name, first[id(p)]) for each in own for name, p in each]
+    by_module = (m.named_parameters(prefix, recurse=False, remove_duplicate=False) for prefix, m in net.named_modules())
+    return [(name, first[id(p)]) for named in by_module for name, p in named]
 
 
 def call_at(net: nn.Module, weights: Mapping[str, Tensor], x: Any, names: list[tuple[str, str]]) -> Any:
@@ -114,11 +114,11 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def unchanged(net: nn.Module) -> Iterator[None]:
     """Restores the net's buffers on exit."""
-    kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in buffers.items():
             net.get_buffer(name).copy_(value)
 
 

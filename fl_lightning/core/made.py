@@ -24,7 +24,7 @@ from fl_lightning.core.secrets import hidden
 MADE = "_made_with"
 """Attribute of an object: its `Made`."""
 OF_NO_FILE = re.compile(r"^(__main__|builtins)\.|\w+\.<locals>\.|[<>]")
-"""Is left out of a path in a description."""
+"""What a description leaves out of a path."""
 ARRAYS = ("torch.Tensor (", "numpy.ndarray (", "tuple (", "list (")
 """How descriptions of arrays, and of lists of them, begin."""
 MOST = 1000
@@ -59,41 +59,41 @@ class Made:
             calls: The calls of its constructors, the outermost first. What one of them gives the next, and the caller
                 has not given, is no argument of the class.
         """
-        free, found, fixed = dict[str, Any](), dict[str, Any](), set[str]()
+        free, arguments, fixed = dict[str, Any](), dict[str, Any](), set[str]()
         for call in calls:
-            given = set(call.arguments)
+            passed = set(call.arguments)
             call.apply_defaults()
             further = None
             for name, parameter in [*call.signature.parameters.items()][1:]:
                 value = call.arguments[name]
                 if parameter.kind is Parameter.VAR_KEYWORD:
                     further = value
-                elif call is not calls[0] and name in given and name not in free:
+                elif call is not calls[0] and name in passed and name not in free:
                     fixed.add(name)
                 elif name not in fixed and not (parameter.kind is Parameter.VAR_POSITIONAL and not value):
-                    found.setdefault(name, value)
+                    arguments.setdefault(name, value)
             if further is None:
                 break
             free = free or further
-        found |= {name: value for name, value in free.items() if name not in found}
+        arguments |= {name: value for name, value in free.items() if name not in arguments}
         users = getattr(owner, "config_key", "") == "model" and not type(owner).__module__.startswith("fl_lightning.")
         plain = (n for n, v in vars(owner).items() if users and n[0] != "_" and isinstance(v, bool | Real | str))
-        attributes = {name: vars(owner)[name] for name in (*found, *fixed, *plain) if name in vars(owner)}
-        vars(owner)[MADE] = cls(found, attributes, _form(owner) if isinstance(owner, nn.Module) else None)
+        attributes = {name: vars(owner)[name] for name in (*arguments, *fixed, *plain) if name in vars(owner)}
+        vars(owner)[MADE] = cls(arguments, attributes, _form(owner) if isinstance(owner, nn.Module) else None)
 
     @classmethod
     def of(cls, owner: object) -> "Made":
         """Returns how an object was made; of one that has not noted it, the attributes that its constructor names."""
         if MADE not in vars(owner):
-            own = {name: vars(owner)[name] for name in signature(type(owner)).parameters if name in vars(owner)}
-            return cls(own, own)
+            attributes = {name: vars(owner)[name] for name in signature(type(owner)).parameters if name in vars(owner)}
+            return cls(attributes, attributes)
         return vars(owner)[MADE]  # type: ignore[no-any-return]
 
     def now(self, owner: object) -> dict[str, Any]:
         """Returns the arguments that would make the object as it is now: attributes may have been set since.
 
-        One that the object had not when it was made changes nothing, unless its class says so: there is a warning. What
-        its class has set, as FedSAM its ascent, is no argument, and is added if it was changed.
+        An attribute that the object lacked when it was made changes nothing, unless its class says so; there is a
+        warning. What its class has set, as FedSAM its ascent, is no argument, and is added if it was changed.
         """
 
         def value(name: str) -> Any:
@@ -112,9 +112,9 @@ class Made:
 
 def _changed(owner: object) -> bool:
     """Returns whether an argument of an object, or of its parts, has been set since it was made."""
-    made = getattr(owner, "__dict__", {}).get(MADE)
-    return made is not None and any(
-        not _as_before(now, made.arguments.get(name)) for name, now in made.now(owner).items()
+    construction = getattr(owner, "__dict__", {}).get(MADE)
+    return construction is not None and any(
+        not _as_before(value, construction.arguments.get(name)) for name, value in construction.now(owner).items()
     )
 
 
@@ -126,8 +126,8 @@ def _as_before(value: object, before: object) -> bool:
 
 def config_of(trainer: object, model: object, data: object) -> dict[str, Any]:
     """Returns the config of a run that a program has made, without secrets; `as_setting` says what it holds."""
-    found = {"trainer": as_setting(trainer)["init_args"], "model": as_setting(model), "data": as_setting(data)}
-    return dict(hidden(found))
+    config = {"trainer": as_setting(trainer)["init_args"], "model": as_setting(model), "data": as_setting(data)}
+    return dict(hidden(config))
 
 
 def as_setting(value: Any, weights: bool = True) -> Any:
@@ -152,28 +152,28 @@ def as_setting(value: Any, weights: bool = True) -> Any:
         case os.PathLike():
             return os.fspath(value)
         case Mapping():
-            found = {str(key): as_setting(each) for key, each in value.items()}
-            return found if _is_short(found) else described(value)
+            settings = {str(key): as_setting(entry) for key, entry in value.items()}
+            return settings if _is_short(settings) else described(value)
         case list() | tuple() | set() | frozenset():
             entries = [*map(as_setting, value)] if len(value) <= MOST else [None] * len(value)
-            kept = sorted(entries, key=str) if isinstance(value, set | frozenset) else entries
-            return kept if _is_short(kept) else described(value)
+            ordered = sorted(entries, key=str) if isinstance(value, set | frozenset) else entries
+            return ordered if _is_short(ordered) else described(value)
         case np.ndarray() if value.dtype.kind in "iub" and value.size <= MOST:
             return value.tolist()
         case FunctionType() | BuiltinFunctionType() | type():
             return _path(value) if _is_importable(value) else described(value)
     kind = type(value)
     if kind.__module__ == "torch.nn.modules.loss":  # these keep all arguments but two, whose default is None
-        given = {name: getattr(value, name, None) for name in signature(kind).parameters}
+        arguments = {name: getattr(value, name, None) for name in signature(kind).parameters}
     elif hasattr(kind, "config_key") or (is_dataclass(value) and _arguments(kind) <= {*getattr(value, "__dict__", {})}):
-        made = Made.of(value)
-        if made.form is not None and made.form != _form(value):
+        construction = Made.of(value)
+        if construction.form is not None and construction.form != _form(value):
             return described(value, weights)  # its layers have been changed since
-        given = made.now(value) | _overriding(value)
+        arguments = construction.now(value) | _overriding(value)
     else:
         return described(value, weights)
-    found = {name: as_setting(each, weights and name != "net") for name, each in given.items()}
-    return {"class_path": _path(kind), **({"init_args": found} if found else {})}
+    init_args = {name: as_setting(argument, weights and name != "net") for name, argument in arguments.items()}
+    return {"class_path": _path(kind), **({"init_args": init_args} if init_args else {})}
 
 
 def described(value: Any, weights: bool = True) -> str:
@@ -199,41 +199,41 @@ def _content(value: Any, weights: bool, depth: int = 0) -> Any:
     """Returns what tells an object apart from others of its class, as nested lists of text and numbers."""
     if value is None or isinstance(value, bool | Integral | Real | str):
         return value if value is None or isinstance(value, str) else float(value)
-    path, within = _path(type(value)), partial(_content, weights=weights, depth=depth + 1)
+    path, content = _path(type(value)), partial(_content, weights=weights, depth=depth + 1)
     match value:
         case _ if depth == DEPTH:
             return path
         case Tensor():
             flat = value.detach().reshape(-1)
-            some = flat[:: -(-flat.numel() // LOOKED_AT) or 1].cpu().contiguous().view(torch.uint8).numpy()
-            return [str(value.dtype), [*value.shape], hashlib.sha256(some.data).hexdigest()]
+            sample = flat[:: -(-flat.numel() // LOOKED_AT) or 1].cpu().contiguous().view(torch.uint8).numpy()
+            return [str(value.dtype), [*value.shape], hashlib.sha256(sample.data).hexdigest()]
         case np.ndarray() if not value.dtype.hasobject:  # torch has no text, dates, fields or other orders of bytes
             array = np.ascontiguousarray(value)
-            some = array.reshape(-1)[:: -(-array.size // LOOKED_AT) or 1].astype(array.dtype.newbyteorder("="))
-            return [f"torch.{array.dtype.name}", [*array.shape], hashlib.sha256(some.tobytes()).hexdigest()]
+            sample = array.reshape(-1)[:: -(-array.size // LOOKED_AT) or 1].astype(array.dtype.newbyteorder("="))
+            return [f"torch.{array.dtype.name}", [*array.shape], hashlib.sha256(sample.tobytes()).hexdigest()]
         case Mapping():
-            return sorted(([str(key), within(each)] for key, each in value.items()), key=lambda pair: pair[0])
+            return sorted(([str(key), content(entry)] for key, entry in value.items()), key=lambda pair: pair[0])
         case Sequence() | set() | frozenset() | np.ndarray():
-            found = [within(each) for each in islice(value, 0, None, -(-len(value) // LOOKED_AT) or 1)]
-            return [len(value), sorted(found, key=repr) if isinstance(value, set | frozenset) else found]
+            entries = [content(entry) for entry in islice(value, 0, None, -(-len(value) // LOOKED_AT) or 1)]
+            return [len(value), sorted(entries, key=repr) if isinstance(value, set | frozenset) else entries]
         case CodeType():
-            return [value.co_code.hex(), [*value.co_names], [within(each) for each in value.co_consts]]
+            return [value.co_code.hex(), [*value.co_names], [content(constant) for constant in value.co_consts]]
         case FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            return [_path(value), within(value.__code__), within([value.__defaults__, value.__kwdefaults__, cells])]
+            return [_path(value), content(value.__code__), content([value.__defaults__, value.__kwdefaults__, cells])]
         case type() | BuiltinFunctionType():
             return _path(value)
         case MethodType():
-            return [within(value.__func__), within(value.__self__)]
+            return [content(value.__func__), content(value.__self__)]
         case partial():
-            return [path, within([value.func, value.args, value.keywords])]
+            return [path, content([value.func, value.args, value.keywords])]
         case nn.Module():
-            layers = [[name, within(_public(each, weights))] for name, each in value.named_modules()]
-            values = [[name, within(v)] for name, v in value.state_dict().items()] if weights else []
+            layers = [[name, content(_public(layer, weights))] for name, layer in value.named_modules()]
+            values = [[name, content(v)] for name, v in value.state_dict().items()] if weights else []
             return [repr(_form(value)), layers, *values]
         case os.PathLike() | Enum():
             return str(value)
-    return [path, within(_public(value, weights) if hasattr(value, "__dict__") else _pickled(value))]
+    return [path, content(_public(value, weights) if hasattr(value, "__dict__") else _pickled(value))]
 
 
 def _form(net: nn.Module) -> list[Any]:
@@ -252,12 +252,12 @@ def _pickled(value: object) -> list[Any]:
 
 def _public(value: object, weights: bool) -> dict[str, Any]:
     """Returns an object's attributes, without private ones that are no arguments; of a layer those that torch keeps."""
-    given = {f"{start}{name}" for name in _arguments(type(value)) for start in ("_", f"_{type(value).__name__}__")}
-    names = {name: item for name, item in vars(value).items() if name[0] != "_" or name in given}
+    private = {f"{prefix}{name}" for name in _arguments(type(value)) for prefix in ("_", f"_{type(value).__name__}__")}
+    attributes = {name: attribute for name, attribute in vars(value).items() if name[0] != "_" or name in private}
     if not isinstance(value, nn.Module):
-        return names
-    shapes = {n: list(v.shape) for n, v in names.items() if isinstance(v, Tensor) and not weights}
-    return {n: shapes.get(n, v) for n, v in names.items() if n != "training"}
+        return attributes
+    shapes = {n: list(v.shape) for n, v in attributes.items() if isinstance(v, Tensor) and not weights}
+    return {n: shapes.get(n, v) for n, v in attributes.items() if n != "training"}
 
 
 def _arguments(kind: type) -> set[str]:
@@ -271,15 +271,15 @@ def _arguments(kind: type) -> set[str]:
 def _overriding(owner: object) -> dict[str, Any]:
     """Returns the plain attributes of an object that stand in place of other ones of a class of the user's."""
     kinds = [kind for kind in type(owner).__mro__ if hasattr(kind, "config_key")]
-    own = [vars(kind) for kind in kinds if not kind.__module__.startswith("fl_lightning.")]
+    namespaces = [vars(kind) for kind in kinds if not kind.__module__.startswith("fl_lightning.")]
     plain = {n: v for n, v in vars(owner).items() if isinstance(v, bool | Real | str)}
-    return {n: v for n, v in plain.items() for of_class in own if n in of_class and of_class[n] != v}
+    return {n: v for n, v in plain.items() for namespace in namespaces if n in namespace and namespace[n] != v}
 
 
-def _is_short(found: Any) -> bool:
+def _is_short(entries: Any) -> bool:
     """Returns whether a config can hold entries: they are few, and none of them is a described array."""
-    some = [*islice(leaves(found), MOST + 1)]
-    return len(some) <= MOST and not any(str(leaf).startswith(ARRAYS) for leaf in some)
+    values = [*islice(leaves(entries), MOST + 1)]
+    return len(values) <= MOST and not any(str(leaf).startswith(ARRAYS) for leaf in values)
 
 
 def leaves(found: Any) -> Iterator[Any]:
@@ -288,16 +288,16 @@ def leaves(found: Any) -> Iterator[Any]:
     if entries is None:
         yield found
     else:
-        for each in entries:
-            yield from leaves(each)
+        for entry in entries:
+            yield from leaves(entry)
 
 
 def _path(kind: Any) -> str:
     """Returns the dotted path of a class or function, the shortest by which it can be imported."""
     module, name = getattr(kind, "__module__", None) or "builtins", getattr(kind, "__qualname__", str(kind))
     parts = module.split(".")
-    above = (".".join(parts[: n + 1]) for n in range(len(parts)))
-    short = (place for place in above if getattr(sys.modules.get(place), name, None) is kind)
+    packages = (".".join(parts[: n + 1]) for n in range(len(parts)))
+    short = (package for package in packages if getattr(sys.modules.get(package), name, None) is kind)
     return f"{next(short, module)}.{name}"
 
 

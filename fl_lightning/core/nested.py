@@ -21,7 +21,7 @@ def named_tensors(x: Inputs, name: str) -> dict[str, Any]:
     """
     if not isinstance(x, Mapping):
         return {name: x}
-    return {path: v for key, each in x.items() for path, v in named_tensors(each, f"{name}.{key}").items()}
+    return {path: v for key, entry in x.items() for path, v in named_tensors(entry, f"{name}.{key}").items()}
 
 
 def nested(tensors: Mapping[str, Any], name: str) -> Inputs:
@@ -48,10 +48,10 @@ def below(prefix: str, named: Mapping[str, V]) -> dict[str, V]:
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Returns the values of each key of pairs (key, value), both in the order in which they come."""
-    found: dict[K, list[V]] = {}
+    groups: dict[K, list[V]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def earlier(names: Sequence[str]) -> list[int]:

@@ -44,9 +44,9 @@ class Checked:
 
     def __repr__(self) -> str:
         """Returns the class with its settings, but for defaults and what is too large to show; a net's is torch's."""
-        own = super().__repr__()
-        if " object at 0x" not in own:
-            return own
+        text = super().__repr__()
+        if " object at 0x" not in text:
+            return text
         kinds = [kind for kind in type(self).__mro__ if issubclass(kind, Checked) and "__init__" in vars(kind)]
         parameters = {
             n: p.default for kind in reversed(kinds) for n, p in _signature(kind.__init__)[0].parameters.items()
@@ -84,16 +84,16 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
     signature, hints = _signature(function)
     parameters = signature.parameters
     try:
-        given = signature.bind_partial(*args, **kwargs).arguments
+        arguments = signature.bind_partial(*args, **kwargs).arguments
     except TypeError as error:
         kinds = {parameter.kind for parameter in parameters.values()}
         for name in () if inspect.Parameter.VAR_KEYWORD in kinds else {*kwargs} - {*parameters}:
             refuse_setting(key, name, kwargs[name], type(args[0]) if function.__name__ == "__init__" else function)
         names = ", ".join([*parameters][1:])
         raise UserError(f"{function.__qualname__}({names}): {error}; give each argument once, by its name") from None
-    check_values(key, given, hints)
+    check_values(key, arguments, hints)
     for name, parameter in parameters.items():
-        if name not in given and parameter.default is parameter.empty and parameter.kind not in SEVERAL:
+        if name not in arguments and parameter.default is parameter.empty and parameter.kind not in SEVERAL:
             words = in_words(hints[name]).rstrip(",") + _such_as(name, hints[name]) if name in hints else "a value"
             raise UserError(f"{key}.{name}".lstrip(".") + f": missing; give {words}")
 
@@ -118,23 +118,23 @@ def check_values(key: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -
 
 def _remedy(name: str, value: Any, hints: Mapping[str, Any]) -> str:
     """Returns what to give in the place of a value that does not fit its annotation."""
-    hint, one = hints[name], value[0] if isinstance(value, list | tuple) and value else value
-    kind = one if isinstance(one, type) else type(one)
+    hint, entry = hints[name], value[0] if isinstance(value, list | tuple) and value else value
+    kind = entry if isinstance(entry, type) else type(entry)
     if kind.__module__.startswith("torch.optim"):
         return f'TorchOptimizer("{kind.__name__}", lr=0.1), which makes one for each client'
     if isinstance(value, float) and value.is_integer() and fits(int(value), hint):
         return f"{in_words(hint)}, written {int(value)}"
-    meant = [other for other, h in hints.items() if isinstance(h, type) and h not in PLAIN and isinstance(value, h)]
-    swapped = f"; it is no {name} but a {meant[0]}" if meant else ""
-    return in_words(hint) + _such_as(name, hint, one if isinstance(one, str) else kind.__name__) + swapped
+    fitting = [option for option, h in hints.items() if isinstance(h, type) and h not in PLAIN and isinstance(value, h)]
+    swapped = f"; it is no {name} but a {fitting[0]}" if fitting else ""
+    return in_words(hint) + _such_as(name, hint, entry if isinstance(entry, str) else kind.__name__) + swapped
 
 
 def _such_as(name: str, hint: Any, asked: str = "") -> str:
-    """Returns an example of an argument: of its classes the likest to a name that was given, else a usual one."""
-    likest = similar(asked, _classes_of(hint, object))
-    if not likest and name in EXAMPLES:
+    """Returns an example of an argument: of its classes the one most like a given name, else a usual one."""
+    closest = similar(asked, _classes_of(hint, object))
+    if not closest and name in EXAMPLES:
         return f", such as {EXAMPLES[name]}"
-    classes = likest or (_classes_of(hint, Checked) if asked else [])
+    classes = closest or (_classes_of(hint, Checked) if asked else [])
     return f", such as {classes[0]}(...)" if classes else ""
 
 
@@ -153,29 +153,31 @@ EXAMPLES = {"model": "FedAvg(net)", "datamodule": "Digits()", "net": "DigitsMLP(
 """Objects for arguments that many classes fit."""
 
 
-def refuse_setting(key: str, name: str, value: Any, of: Callable[..., Any]) -> None:
+def refuse_setting(key: str, name: str, value: Any, callee: Callable[..., Any]) -> None:
     """Refuses a setting that the constructors of a class, or a method, do not take.
 
     Args:
         key: Where the class stands in a config, such as ``trainer``; empty for a method.
         name: Name of the setting.
         value: Its value.
-        of: The class, or the method.
+        callee: The class, or the method.
 
     Raises:
         UserError: Always; it names similar settings, or all.
     """
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    functions = [vars(c)["__init__"] for c in of.__mro__ if "__init__" in vars(c)] if isinstance(of, type) else [of]
-    taken: list[inspect.Parameter] = []
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    functions = (
+        [vars(c)["__init__"] for c in callee.__mro__ if "__init__" in vars(c)] if isinstance(callee, type) else [callee]
+    )
+    accepted: list[inspect.Parameter] = []
     for function in functions:
         parameters = inspect.signature(function).parameters.values()
-        taken += [p for p in parameters if p.kind in named]
+        accepted += [p for p in parameters if p.kind in kinds]
         if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
             break  # it hands no further settings on to the base class
-    known = sorted({p.name for p in taken} - {"self"})
-    near = [SYNONYMS[name]] if key and name in SYNONYMS else [f"{key}.{n}".lstrip(".") for n in similar(name, known)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
+    known = sorted({p.name for p in accepted} - {"self"})
+    matches = [SYNONYMS[name]] if key and name in SYNONYMS else [f"{key}.{n}".lstrip(".") for n in similar(name, known)]
+    hint = f"did you mean {' or '.join(matches)}?" if matches else f"choose from {', '.join(known)}"
     require(False, f"{key}.{name}".lstrip("."), _shown(value), f"no such {'setting' if key else 'argument'}; {hint}")
 
 
@@ -239,8 +241,8 @@ def _exact(bound: inspect.BoundArguments, hints: Mapping[str, Any]) -> inspect.B
 
     words = {name: in_words(hints.get(name)) for name in bound.arguments}
     floats = {name for name, text in words.items() if PLAIN[float][0] in text and PLAIN[int][0] not in text}
-    given = {name: exact(value) if name in floats else value for name, value in bound.arguments.items()}
-    return inspect.BoundArguments(bound.signature, given)
+    arguments = {name: exact(value) if name in floats else value for name, value in bound.arguments.items()}
+    return inspect.BoundArguments(bound.signature, arguments)
 
 
 @cache
@@ -252,10 +254,10 @@ def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[st
     except (NameError, TypeError):
         hints = {}
     ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
-    named = [
+    names = [
         name for name, parameter in signature.parameters.items() if name in hints and parameter.kind not in SEVERAL
     ]
-    return signature, {name: hints[name] for name in named if ours or is_limited(hints[name])}
+    return signature, {name: hints[name] for name in names if ours or is_limited(hints[name])}
 
 
 def _classes_of(hint: Any, base: type) -> list[str]:
@@ -265,16 +267,16 @@ def _classes_of(hint: Any, base: type) -> list[str]:
         hint: The annotation.
         base: Only those of its classes count that are below this one.
     """
-    found = [hint]
-    for each in found:
-        below = each.__subclasses__() if isinstance(each, type) and each not in PLAIN and issubclass(each, base) else ()
-        found += get_args(each) or below
-    own = {*get_args(hint), hint}
-    roots = ((each, c) for each in own if isinstance(each, type) for c in each.__mro__ if "config_key" in vars(c))
-    if any(inspect.isabstract(root) and not inspect.isabstract(each) for each, root in roots):
+    types = [hint]
+    for kind in types:
+        below = kind.__subclasses__() if isinstance(kind, type) and kind not in PLAIN and issubclass(kind, base) else ()
+        types += get_args(kind) or below
+    named = {*get_args(hint), hint}
+    roots = ((kind, c) for kind in named if isinstance(kind, type) for c in kind.__mro__ if "config_key" in vars(c))
+    if any(inspect.isabstract(root) and not inspect.isabstract(kind) for kind, root in roots):
         return []  # the annotation names a class that can be made
     classes = sorted(
-        (each for each in found if isinstance(each, type)), key=lambda each: each in own
+        (kind for kind in types if isinstance(kind, type)), key=lambda kind: kind in named
     )  # abstract ones last
     public = (c for c in classes if not c.__name__.startswith("_"))
     return [c.__name__ for c in public if issubclass(c, Checked) or c.__module__ == "torch.nn.modules.loss"]
@@ -285,7 +287,7 @@ def _brief(value: Any) -> str:
     if isinstance(value, Checked):
         return repr(value)
     if isinstance(value, list | tuple):
-        value = f"[{', '.join(type(each).__name__ if isinstance(each, Checked) else str(each) for each in value)}]"
+        value = f"[{', '.join(type(entry).__name__ if isinstance(entry, Checked) else str(entry) for entry in value)}]"
     return folded(value, 60)
 
 

@@ -48,9 +48,9 @@ def generators(seed: int, purpose: str, keys: Sequence[tuple[int, ...]]) -> Iter
     if len(keys) < MANY or not 0 <= seed < 2**32 or max(map(max, keys)) >= 2**32:
         yield from (generator(seed, purpose, *key) for key in keys)
         return
-    words, one = np.array([(seed, crc32(purpose.encode()), *key) for key in keys], np.uint32), torch.Generator()
+    words, reused = np.array([(seed, crc32(purpose.encode()), *key) for key in keys], np.uint32), torch.Generator()
     for state in _states(words.T).tolist():
-        yield one.manual_seed(state)
+        yield reused.manual_seed(state)
 
 
 def _states(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
@@ -69,8 +69,8 @@ def _states(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
         values ^= values >> np.uint32(16)
         return values
 
-    def mixed(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        values: NDArray[np.uint32] = np.uint32(0xCA01F9DD) * one - np.uint32(0x4973F715) * other
+    def mixed(x: NDArray[np.uint32], y: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        values: NDArray[np.uint32] = np.uint32(0xCA01F9DD) * x - np.uint32(0x4973F715) * y
         values ^= values >> np.uint32(16)
         return values
 
@@ -81,9 +81,9 @@ def _states(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
             if source != target:
                 pool[target] = mixed(pool[target], hashed(pool[source]))
     for word in words[4:]:
-        pool = [mixed(each, hashed(word)) for each in pool]
+        pool = [mixed(entry, hashed(word)) for entry in pool]
     constant = 0x8B51F9DD
-    low, high = (hashed(each, 0x58F38DED).astype(np.uint64) for each in pool[:2])
+    low, high = (hashed(entry, 0x58F38DED).astype(np.uint64) for entry in pool[:2])
     states: NDArray[np.uint64] = low | high << np.uint64(32)
     return states
 
@@ -115,13 +115,13 @@ def seeded(device: torch.device, seed: int, purpose: str, *keys: int) -> Iterato
     It serves random numbers that a network draws itself, such as those of dropout. ``torch.manual_seed`` would do, but
     takes 0.7 ms.
     """
-    mine = global_generator(device)
-    before = mine.get_state()
-    mine.manual_seed(generator(seed, purpose, *keys).initial_seed())
+    rng = global_generator(device)
+    before = rng.get_state()
+    rng.manual_seed(generator(seed, purpose, *keys).initial_seed())
     try:
         yield
     finally:
-        mine.set_state(before)
+        rng.set_state(before)
 
 
 @cache
@@ -131,7 +131,7 @@ def processor() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     generation = re.findall(r"^(?:cpu family|model)\s*:\s*(\d+)$", text, re.MULTILINE)[:2]
-    name = named[1] if named else platform.processor() or platform.machine()
+    name = model[1] if model else platform.processor() or platform.machine()
     return f"{name} ({'.'.join([*generation, torch.backends.cpu.get_cpu_capability()])})"

@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 HIDDEN = "***"
-"""Stands for a secret."""
+"""What stands for a secret."""
 LEFT_OUT = re.compile(r"(?<![^/:,\s])\*{3}(?![^@,])")
-"""Finds where one stood."""
+"""Where a secret stood."""
 NAME = re.compile(
     r"passw|passphrase|secret|credential|bearer|cookies?$|authori[sz]ation|^key$|webhook([-_ ]?url)?$"
     r"|amz[-_]signature$|(?<![a-z])(o?auth|otp|pass([-_]?code)?|pin([-_]?code)?|pwd|sig|licen[cs]e([-_]?(code|key))?)$"
@@ -16,7 +16,7 @@ NAME = re.compile(
     r"|(?<!bos_)(?<!cls_)(?<!eos_)(?<!mask_)(?<!pad_)(?<!sep_)(?<!unk_)token$",
     re.IGNORECASE,
 )
-"""Is found in the name of a secret; the special tokens of a vocabulary are none."""
+"""What the name of a secret contains; the special tokens of a vocabulary are none."""
 VALUE = re.compile(
     r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abp]-|wandb_v1_|AKIA)[\w-]{12,}|\beyJ[\w-]+\.[\w-]+\.[\w-]*"
     r"|(?i:bearer\s+)\S+|\b(?:hooks\.slack\.com/|discord(?:app)?\.com/api/webhooks/|\w+\.webhook\.office\.com/)\S+"
@@ -48,21 +48,21 @@ def hidden(value: Any, secret: bool = False) -> Any:
         case list():
             return [hidden(v, secret) for v in value]
         case str():
-            whole = secret or VALUE.search(value) or any(map(is_secret, NAMED.findall(value)))
-            return HIDDEN if value and whole else ADDRESS.sub(rf"\1{HIDDEN}@", value)
+            sensitive = secret or VALUE.search(value) or any(map(is_secret, NAMED.findall(value)))
+            return HIDDEN if value and sensitive else ADDRESS.sub(rf"\1{HIDDEN}@", value)
     return HIDDEN if secret and type(value) is int else value  # a fraction is a setting, such as a sigma named sig
 
 
 def hidden_words(words: Sequence[str]) -> list[str]:
     """Returns the words of a command line without secrets; of a mapping or list that has one, nothing is left."""
-    found = []
-    for before, word in pairwise(["", *words]):
+    shown = []
+    for previous, word in pairwise(["", *words]):
         name, equals, _ = word.partition("=") if word[:1] == "-" else ("", "", "")
-        named = before[:1] == "-" and "=" not in before and is_secret(before)
+        named = previous[:1] == "-" and "=" not in previous and is_secret(previous)
         secret = named or RANDOM.fullmatch(word) or any(map(is_secret, LISTED.findall(word)))
-        kept = HIDDEN if secret else hidden(word)
-        found.append(f"{name}={HIDDEN}" if kept == HIDDEN and equals else kept)
-    return found
+        text = HIDDEN if secret else hidden(word)
+        shown.append(f"{name}={HIDDEN}" if text == HIDDEN and equals else text)
+    return shown
 
 
 def hidden_text(text: str) -> str:

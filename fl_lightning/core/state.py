@@ -52,8 +52,8 @@ class State(Mapping[str, Tensor]):
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_") or name not in self._values:
-            there = ", ".join(self.__dict__.get("_values", ()))
-            raise NoStateError(f"no state '{name}' here; there are: {there}; declare what is kept, sent or uploaded")
+            known = ", ".join(self.__dict__.get("_values", ()))
+            raise NoStateError(f"no state '{name}' here; there are: {known}; declare what is kept, sent or uploaded")
         return self._values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -79,8 +79,8 @@ class State(Mapping[str, Tensor]):
 
     def finite(self) -> Tensor:
         """Returns whether every value is finite, as a tensor: the host waits for a GPU only when it reads it."""
-        each = [is_finite(v).all() for v in self._values.values()]
-        return torch.stack(each).all() if each else torch.tensor(True)
+        flags = [is_finite(v).all() for v in self._values.values()]
+        return torch.stack(flags).all() if flags else torch.tensor(True)
 
     @classmethod
     def initial(cls, inits: Mapping[str, Init], w0: Tensor, w: Tensor) -> "State":
@@ -147,7 +147,7 @@ class Draws:
         ensure(not self.refused, self.refused)
         if purpose not in self._generators:
             self._generators[purpose] = [generator(seed, purpose, *key, self._moment) for seed, *key in self.keys]
-        drawn = [function(each) for each in self._generators[purpose]]
+        drawn = [function(stream) for stream in self._generators[purpose]]
         return (torch.stack(drawn) if self.together else drawn[0]).to(self.device)
 
 
@@ -177,11 +177,11 @@ class Logs:
             rows: The clients' numbers, ``(clients,)`` each, on the CPU.
             server: The server's.
         """
-        found = {
-            name: float(row.nanmean()) if math.isnan(of) else of
-            for name, row, of in zip(names, rows, server, strict=True)
+        logged = {
+            name: float(row.nanmean()) if math.isnan(number) else number
+            for name, row, number in zip(names, rows, server, strict=True)
         }
-        return {f"algorithm/{name}": value for name, value in found.items() if not math.isnan(value)}
+        return {f"algorithm/{name}": value for name, value in logged.items() if not math.isnan(value)}
 
 
 @dataclass(frozen=True)
@@ -348,15 +348,15 @@ class Uploads:
             samples: The sum of their samples, a scalar tensor.
             k_lr: What `k_lr_sums` returns, ``(2, 1)``.
         """
-        of = cls(rows, weighting, [], k_lr)
-        of.n, of.samples, of._sums["k_lr"] = n, samples, k_lr
+        uploads = cls(rows, weighting, [], k_lr)
+        uploads.n, uploads.samples, uploads._sums["k_lr"] = n, samples, k_lr
         for name, values in rows.items():
             first, *others = zip(values.unbind(), counts.unbind(), strict=True)
             plain, weighted = first[0], first[0] * first[1]
             for row, count in others:
                 plain, weighted = plain + row, torch.addcmul(weighted, row, count)
-            of._sums[name] = plain, weighted
-        return of
+            uploads._sums[name] = plain, weighted
+        return uploads
 
     def change(self, function: Callable[[str, Tensor | None], Tensor]) -> None:
         """Replaces the sums ``(2, ...)``, plain and weighted by samples, of each name (None: nothing was added)."""
@@ -376,5 +376,5 @@ class Uploads:
             self._shared.add(self.share(self._sums, name, kind))
         if name not in self._sums:
             raise NoStateError(f"no upload '{name}' here; there are: {', '.join(self.names)}; declare it in up")
-        found: Tensor = self._sums[name][kind]
-        return found
+        total: Tensor = self._sums[name][kind]
+        return total

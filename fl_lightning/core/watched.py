@@ -1,4 +1,4 @@
-"""Which attributes of objects have changed since, also in place; and how they are put back."""
+"""Which attributes of objects have changed, also in place, and how they are put back."""
 
 import pickle
 import random
@@ -35,8 +35,8 @@ def own_objects(owners: Collection[object]) -> list[object]:
 
     The classes of the first that are not this package's follow: their attributes are those of each object, too.
     """
-    found = {id(owner): owner for owner in owners}
-    seen, waiting = {*found}, [*chain.from_iterable(vars(owner).values() for owner in found.values())]
+    objects = {id(owner): owner for owner in owners}
+    seen, waiting = {*objects}, [*chain.from_iterable(vars(owner).values() for owner in objects.values())]
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
@@ -47,10 +47,10 @@ def own_objects(owners: Collection[object]) -> list[object]:
         elif isinstance(value, tuple | list | set | deque):
             waiting += value
         elif _is_own(value):
-            found[id(value)] = value
+            objects[id(value)] = value
             waiting += vars(value).values()
     kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__)
-    return [*found.values(), *(kind for kind in kinds if _package(kind) not in {*LIBRARIES, "fl_lightning"})]
+    return [*objects.values(), *(kind for kind in kinds if _package(kind) not in {*LIBRARIES, "fl_lightning"})]
 
 
 def class_of(owner: object) -> type:
@@ -74,17 +74,17 @@ def _own(owner: object) -> dict[str, Any]:
 
 def _attributes(owner: object) -> dict[str, Any]:
     """Returns what `_own` returns; a module's buffers and parameters are attributes as well."""
-    own, of_module = _own(owner), ("_buffers", "_parameters") if isinstance(owner, nn.Module) else ()
-    return {**own, **{name: v for of in of_module for name, v in own.get(of, {}).items()}}  # a script has none
+    plain, groups = _own(owner), ("_buffers", "_parameters") if isinstance(owner, nn.Module) else ()
+    return {**plain, **{name: v for group in groups for name, v in plain.get(group, {}).items()}}  # a script has none
 
 
 def _set_back(owner: object, attributes: dict[str, Any]) -> None:
     """Makes attributes the only ones of an object, past a `__setattr__` of its class, or of a class."""
-    now = _own(owner)
+    current = _own(owner)
     is_class = isinstance(owner, type)
-    for name in now.keys() - attributes.keys():
+    for name in current.keys() - attributes.keys():
         delattr(owner, name) if is_class else vars(owner).pop(name)
-    for name in (name for name, value in attributes.items() if now.get(name, owner) is not value):
+    for name in (name for name, value in attributes.items() if current.get(name, owner) is not value):
         setattr(owner, name, attributes[name]) if is_class else vars(owner).update({name: attributes[name]})
 
 
@@ -114,16 +114,16 @@ def _apart(value: Any, copies: dict[int, Any]) -> Any:
     if id(value) in copies:
         return copies[id(value)]
     is_generator, is_container = isinstance(value, GENERATORS), isinstance(value, CONTAINERS)
-    it: Any = deepcopy(value) if is_generator else copy(value) if is_container else value
-    copies[id(value)] = it
+    duplicate: Any = deepcopy(value) if is_generator else copy(value) if is_container else value
+    copies[id(value)] = duplicate
     if isinstance(value, dict):
-        it.update({key: _apart(entry, copies) for key, entry in value.items()})
+        duplicate.update({key: _apart(entry, copies) for key, entry in value.items()})
     elif isinstance(value, list | deque):
         for i, entry in enumerate(value):
-            it[i] = _apart(entry, copies)
+            duplicate[i] = _apart(entry, copies)
     elif type(value) is tuple:
-        it = copies[id(value)] = tuple(_apart(entry, copies) for entry in value)
-    return it
+        duplicate = copies[id(value)] = tuple(_apart(entry, copies) for entry in value)
+    return duplicate
 
 
 class Watched:
@@ -141,9 +141,9 @@ class Watched:
         """Yields each object with an attribute that is not what it was; what is new may be a cache."""
         for owner, before, inside in self._before:
             set_again = {name for name, value in _attributes(owner).items() if before.get(name, value) is not value}
-            now = _inside(owner)
-            within = {name for name, held in inside.items() if name in now and not _same(held, now[name])}
-            yield from ((owner, name) for name in sorted(set_again | within))
+            current = _inside(owner)
+            altered = {name for name, held in inside.items() if name in current and not _same(held, current[name])}
+            yield from ((owner, name) for name in sorted(set_again | altered))
 
     def added(self) -> Iterator[tuple[object, str]]:
         """Yields each object with an attribute that it did not have; a property that is cached does not count."""
@@ -189,8 +189,8 @@ def _remedy(value: object, state: str) -> str:
 def _inside(owner: object) -> dict[str, list[Any]]:
     """Returns what differs after attributes have been changed in place; private mappings and sets may be caches."""
     # a look at the class is faster than isinstance, which asks the class of tensors
-    named = _attributes(owner).items()
-    return {n: _held(v) for n, v in named if issubclass(type(v), NO_CACHES if n[0] == "_" else CHANGEABLE)}
+    attributes = _attributes(owner).items()
+    return {n: _held(v) for n, v in attributes if issubclass(type(v), NO_CACHES if n[0] == "_" else CHANGEABLE)}
 
 
 def _held(value: Any, inside: bool = True) -> list[Any]:

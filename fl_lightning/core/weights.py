@@ -1,4 +1,4 @@
-"""Reading and loading of weights, with one line for each error; what of a net stays as it is."""
+"""Reading and loading of weights, with one line for each error; the constants of a net."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -73,19 +73,19 @@ def load(net: nn.Module, weights: Mapping[str, Tensor], key: str, head: str | tu
     Raises:
         UserError: If anything else is missing, unknown or of another shape.
     """
-    own = {name: value.shape for name, value in net.state_dict().items()}
-    given = {name: value.shape for name, value in weights.items()}
+    expected = {name: value.shape for name, value in net.state_dict().items()}
+    loaded = {name: value.shape for name, value in weights.items()}
     if head is not None:
-        given = {name: shape for name, shape in given.items() if name in own or not name.endswith(STATISTICS)}
-        bodies = [{n: s for n, s in side.items() if not n.startswith(head)} for side in (own, given)]
-        if any(name.startswith(head) for name, _ in own.items() ^ given.items()):
-            own, given = bodies
-    if wrong := sorted({name for name, _ in own.items() ^ given.items()}):
+        loaded = {name: shape for name, shape in loaded.items() if name in expected or not name.endswith(STATISTICS)}
+        bodies = [{n: s for n, s in shapes.items() if not n.startswith(head)} for shapes in (expected, loaded)]
+        if any(name.startswith(head) for name, _ in expected.items() ^ loaded.items()):
+            expected, loaded = bodies
+    if wrong := sorted({name for name, _ in expected.items() ^ loaded.items()}):
         raise UserError(
             f"{key} does not fit {type(net).__name__}: '{wrong[0]}' is missing, unknown or of another shape "
             f"({len(wrong)} such names); take the net that the weights were saved from"
         )
-    net.load_state_dict({name: weights[name] for name in given}, strict=False)
+    net.load_state_dict({name: weights[name] for name in loaded}, strict=False)
 
 
 def initialize(net: nn.Module, source: str | Mapping[str, Any]) -> None:
@@ -109,20 +109,20 @@ def named(source: str | Mapping[str, Any], key: str, names: Collection[str]) -> 
     Raises:
         UserError: If the file is missing or unreadable, or an entry is no tensor.
     """
-    found = read(source, key) if isinstance(source, str) else source
-    if isinstance(found, Mapping) and isinstance(source, str) and "state_dict" in found:
-        found = with_constants(found, Path(source), key)
-    found = found.get("state_dict", found) if isinstance(found, Mapping) else {}
+    content = read(source, key) if isinstance(source, str) else source
+    if isinstance(content, Mapping) and isinstance(source, str) and "state_dict" in content:
+        content = with_constants(content, Path(source), key)
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else {}
     try:
-        given = {str(name): torch.as_tensor(value) for name, value in found.items()}
+        tensors = {str(name): torch.as_tensor(value) for name, value in state.items()}
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
-            f"{key}: not all of its entries are tensors ({folded(', '.join(map(str, found)), 60)}); give a state_dict "
+            f"{key}: not all of its entries are tensors ({folded(', '.join(map(str, state)), 60)}); give a state_dict "
             "alone, saved by torch.save"
         ) from None
-    if not given.keys() & names:
-        given = {name.removeprefix("net."): value for name, value in given.items()}
-    return given
+    if not tensors.keys() & names:
+        tensors = {name.removeprefix("net."): value for name, value in tensors.items()}
+    return tensors
 
 
 CHUNK = 2**20
@@ -143,7 +143,11 @@ def moving_buffers(net: nn.Module) -> list[str]:
         if not net.training:  # in a net in train mode, modules in eval mode stay there
             net.train()
         owners = [(name, net.get_submodule(name.rpartition(".")[0])) for name in names]
-        return [n for n, own in owners if own.training or any(p.requires_grad for p in own.parameters(recurse=False))]
+        return [
+            n
+            for n, module in owners
+            if module.training or any(p.requires_grad for p in module.parameters(recurse=False))
+        ]
 
 
 def constants(net: nn.Module) -> dict[str, Tensor]:
@@ -168,23 +172,23 @@ def load_constants(net: nn.Module, values: Mapping[str, Tensor], key: str) -> No
     Raises:
         UserError: If one is missing, unknown or of another shape; nothing is written then.
     """
-    own = constants(net)
-    shapes = [{(name, value.shape) for name, value in side.items()} for side in (own, values)]
+    targets = constants(net)
+    shapes = [{(name, value.shape) for name, value in side.items()} for side in (targets, values)]
     wrong = sorted(name for name, _ in shapes[0] ^ shapes[1])
     ensure(
         not wrong,
         f"{key} does not fit {type(net).__name__}: its frozen '{wrong and wrong[0]}' is missing, unknown or of another "
         "shape; take the net of the run",
     )
-    for name, constant in own.items():
+    for name, constant in targets.items():
         constant.copy_(values[name])
 
 
 def digest(values: Mapping[str, Tensor]) -> str:
     """Returns a hash of names, shapes and values, the same in each precision that holds them; "" if there are none."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, value in sorted(values.items()):
-        found.update(f"{name} {tuple(value.shape)}".encode())
+        hasher.update(f"{name} {tuple(value.shape)}".encode())
         for part in torch.split(value.reshape(-1), CHUNK):
-            found.update(part.cpu().double().numpy().data)
-    return found.hexdigest()[:32] if values else ""
+            hasher.update(part.cpu().double().numpy().data)
+    return hasher.hexdigest()[:32] if values else ""

@@ -76,8 +76,8 @@ class Arrays(FederatedDataModule):
         self.client_arrays, self.test = client_arrays, test
         if client_arrays is not None:
             ensure(test is not None, "test: missing; client_arrays need the central test set as (x, y)")
-            pairs = fits(client_arrays, list) and all(fits(each, list) and len(each) == 2 for each in client_arrays)
-            ensure(pairs, "client_arrays: give a list of pairs (x, y), one for each client")
+            valid = fits(client_arrays, list) and all(fits(pair, list) and len(pair) == 2 for pair in client_arrays)
+            ensure(valid, "client_arrays: give a list of pairs (x, y), one for each client")
             n, asked = len(client_arrays), kwargs.get("num_clients", len(client_arrays))
             ensure(asked == n, f"num_clients = {asked}: client_arrays has {n}; leave it out")
             ensure(kwargs.get("partition") is None, "partition: client_arrays is one; leave it out")
@@ -89,17 +89,17 @@ class Arrays(FederatedDataModule):
         """See :class:`FederatedDataModule`."""
         if self.path is not None:
             arrays, suffix, others = _read(Path(self.path), "r" if self.stream else None)
-            whose = [name for name in others if re.search("user|client|partition|mask", name, re.IGNORECASE)]
+            unread = [name for name in others if re.search("user|client|partition|mask", name, re.IGNORECASE)]
             ensure(
-                not whose or self.partition is not self._default,
-                f"data.path = '{self.path}': {', '.join(whose)} is not read; set data.partition, such as Natural with "
+                not unread or self.partition is not self._default,
+                f"data.path = '{self.path}': {', '.join(unread)} is not read; set data.partition, such as Natural with "
                 "its users, or leave this array out",
             )
-            found = {key: nested(arrays, key) for key in KEYS}
-            missing = [key for key, part in found.items() if not (part if isinstance(part, Mapping) else np.ndim(part))]
+            data = {key: nested(arrays, key) for key in KEYS}
+            missing = [key for key, part in data.items() if not (part if isinstance(part, Mapping) else np.ndim(part))]
             needed = ", ".join(f"{key}{suffix}" for key in KEYS)
             ensure(not missing, f"data.path = '{self.path}' lacks {', '.join(missing)}; it needs {needed}")
-            x_train, y_train, x_test, y_test = found.values()
+            x_train, y_train, x_test, y_test = data.values()
             return x_train, np.array(y_train), x_test, np.array(y_test)
         assert self.client_arrays is not None and self.test is not None
         x_test, y_test = inputs("x of test", self.test[0]), self.task.targets("y of test", self.test[1])
@@ -128,17 +128,17 @@ def _read(path: Path, mode: Any) -> tuple[dict[str, Any], str, list[str]]:
     try:
         if path.is_dir():
             files = {file.stem: file for file in sorted(path.glob("*.npy"))}
-            read = {name: np.load(file, mmap_mode=mode) for name, file in files.items() if _is_read(name)}
-            return read, ".npy", [*files.keys() - read.keys()]
+            arrays = {name: np.load(file, mmap_mode=mode) for name, file in files.items() if _is_read(name)}
+            return arrays, ".npy", [*files.keys() - arrays.keys()]
         with np.load(path) as file:
-            read = {name: file[name] for name in file if _is_read(name)}
-            return read, "", [*set(file) - read.keys()]
+            arrays = {name: file[name] for name in file if _is_read(name)}
+            return arrays, "", [*set(file) - arrays.keys()]
     except FileNotFoundError:
         raise UserError(f"data.path = '{path}': no such file; give an .npz file with {', '.join(KEYS)}") from None
     except (OSError, ValueError, EOFError, TypeError, MemoryError, zipfile.BadZipFile) as error:
         kind, them = ("has no readable .npy files", "them") if path.is_dir() else ("is not a readable .npz file", "it")
-        again = f"write {them} again with np.{'save' if path.is_dir() else 'savez'}"
-        raise UserError(f"data.path = '{path}' {kind} ({error}); {again}") from None
+        remedy = f"write {them} again with np.{'save' if path.is_dir() else 'savez'}"
+        raise UserError(f"data.path = '{path}' {kind} ({error}); {remedy}") from None
 
 
 def _is_read(name: str) -> bool:
@@ -174,9 +174,9 @@ class FromDataset(FederatedDataModule):
     ) -> None:
         ensure(test_clients is None or clients is not None, "clients: missing; test_clients are among them")
         for name, users, samples in (("clients", clients, train), ("test_clients", test_clients, test)):
-            what = "train" if samples is train else "test"
+            split = "train" if samples is train else "test"
             sized = isinstance(samples, Sized)
-            ensure(sized, f"{what}: a {type(samples).__name__} has no length; give a map-style data set of pairs")
+            ensure(sized, f"{split}: a {type(samples).__name__} has no length; give a map-style data set of pairs")
             n = len(cast(Sized, samples))
             ensure(
                 users is None or len(users) == n,
@@ -218,10 +218,10 @@ def _pairs(name: str, dataset: Any) -> tuple[IndexedSamples, NDArray[Any]]:
 def _known_labels(dataset: Any) -> NDArray[Any] | None:
     """Returns the labels that a data set of torchvision keeps; None of others, since a wrapper may change them."""
     module = getattr(type(dataset).__getitem__, "__module__", None) or ""  # that of a list has none
-    kept = getattr(dataset, "targets", None) if module.startswith("torchvision.") else None
-    if kept is None or getattr(dataset, "target_transform", None) is not None:
+    targets = getattr(dataset, "targets", None) if module.startswith("torchvision.") else None
+    if targets is None or getattr(dataset, "target_transform", None) is not None:
         return None
-    labels, n = np.asarray(kept), len(dataset)
+    labels, n = np.asarray(targets), len(dataset)
     fit = labels.shape == (n,) and labels.dtype.kind in "iu"  # QMNIST has eight columns, Cityscapes paths
     return labels if fit and all(dataset[i][1] == labels[i] for i in (0, n - 1)) else None
 

@@ -241,10 +241,10 @@ class ScaledCrop(Augment):
             narrow = torch.tensor(
                 [min(height, round(width / self.ASPECT[0])), min(width, round(height * self.ASPECT[1]))]
             ).double()
-            found = fits.any(1, keepdim=True)
-            extent = torch.where(found, extent, narrow)
+            any_fits = fits.any(1, keepdim=True)
+            extent = torch.where(any_fits, extent, narrow)
             place = (draws["place"] * (full - extent + 1)).floor()
-            corner = torch.where(found, place, (full - extent).div(2, rounding_mode="floor"))
+            corner = torch.where(any_fits, place, (full - extent).div(2, rounding_mode="floor"))
         return corner, extent
 
     def _jittered(self, x: Tensor, rates: Tensor) -> Tensor:
@@ -279,5 +279,5 @@ def _places(start: Tensor, length: Tensor, out: int, full: int) -> tuple[Tensor,
     Returns:
         Their coordinates from -1 to 1, for ``grid_sample``; the nearest pixels; and whether they are in the image.
     """
-    at = start[:, None] + (torch.arange(out, device=start.device) + 0.5) * (length / out)[:, None]  # in pixels
-    return (2 * at / full - 1).float(), at.floor().long().clamp(0, full - 1), (at >= 0) & (at < full)
+    pixel = start[:, None] + (torch.arange(out, device=start.device) + 0.5) * (length / out)[:, None]  # in pixels
+    return (2 * pixel / full - 1).float(), pixel.floor().long().clamp(0, full - 1), (pixel >= 0) & (pixel < full)

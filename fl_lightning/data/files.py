@@ -41,9 +41,9 @@ def visible(folder: Path, pattern: str = "*") -> list[Path]:
     return sorted(path for path in folder.glob(pattern) if not hidden(path.name))
 
 
-def corrupt_file(key: str, path: str | Path, what: object, home: str) -> str:
+def corrupt_file(key: str, path: str | Path, reason: object, home: str) -> str:
     """Returns the message of the error for a file that is not as published."""
-    return f"{key} = '{path}': {folded(what)}; get it again from {home}"
+    return f"{key} = '{path}': {folded(reason)}; get it again from {home}"
 
 
 class Inert:

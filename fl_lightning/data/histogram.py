@@ -69,17 +69,17 @@ def count_table(counts: NDArray[np.int64]) -> tuple[list[str], list[list[int]]]:
     return head, [[k, *row] for k, row in enumerate(np.column_stack([counts.sum(1), by_class]).tolist())]
 
 
-def heat_map(found: Histogram) -> Figure:
+def heat_map(panel: Histogram) -> Figure:
     """Draws the samples of each client (x) and class, or other group, (y) as shades, white where there are none.
 
     The shades only get darker, so they can be read in grey and by the colour-blind. The figure is as wide as a column
     of a paper, with more than 60 clients as the page.
 
     Args:
-        found: By :func:`histogram`.
+        panel: By :func:`histogram`.
     """
-    with new_figure(COLUMN if len(found.counts) <= 60 else PAGE, _height(found)) as figure:
-        figure.colorbar(_shade(figure.add_subplot(), found), label="samples", pad=0.02)
+    with new_figure(COLUMN if len(panel.counts) <= 60 else PAGE, _height(panel)) as figure:
+        figure.colorbar(_shade(figure.add_subplot(), panel), label="samples", pad=0.02)
     return figure
 
 
@@ -91,32 +91,32 @@ def heat_maps(panels: Mapping[str, Histogram]) -> Figure:
     Args:
         panels: The partitions by title.
     """
-    with new_figure(PAGE, sum(0.2 + _height(found) for found in panels.values())) as figure:
+    with new_figure(PAGE, sum(0.2 + _height(panel) for panel in panels.values())) as figure:
         grid = figure.add_gridspec(len(panels), 2, width_ratios=(3, 1), height_ratios=[*map(_height, panels.values())])
-        for row, (title, found) in enumerate(panels.items()):
-            of_class, several = found.counts.sum(0), (found.counts > 0).sum(1).mean()
+        for row, (title, panel) in enumerate(panels.items()):
+            totals, classes = panel.counts.sum(0), (panel.counts > 0).sum(1).mean()
             axes = figure.add_subplot(grid[row, 0])
-            spread = f"{several:.3g} classes a client, class sizes deviate by {of_class.std():.5g}"
+            spread = f"{classes:.3g} classes a client, class sizes deviate by {totals.std():.5g}"
             axes.set_title(wrapped(f"{title}: {spread}", 4.5))
-            figure.colorbar(_shade(axes, found), label="samples", pad=0.02)
+            figure.colorbar(_shade(axes, panel), label="samples", pad=0.02)
             bars = figure.add_subplot(grid[row, 1], sharey=axes, xlabel="samples of all clients")
-            bars.barh(range(len(of_class)), of_class, color=COLORS[0])
+            bars.barh(range(len(totals)), totals, color=COLORS[0])
             bars.tick_params(labelleft=False)
     return figure
 
 
-def _height(found: Histogram) -> float:
-    return float(np.clip(0.13 * found.counts.shape[1], 1.0, 3.5)) + 0.6
+def _height(panel: Histogram) -> float:
+    return float(np.clip(0.13 * panel.counts.shape[1], 1.0, 3.5)) + 0.6
 
 
-def _shade(axes: Axes, found: Histogram) -> Any:
+def _shade(axes: Axes, panel: Histogram) -> Any:
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample differs from none
-    axes.set(xlabel="client", ylabel=found.unit)
+    axes.set(xlabel="client", ylabel=panel.unit)
     axes.locator_params(nbins=10, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
-    if len(found.names) <= LABELLED:
-        axes.set_yticks(range(len(found.names)), found.names)
-    counts = np.ma.masked_equal(found.counts.T, 0)
+    if len(panel.names) <= LABELLED:
+        axes.set_yticks(range(len(panel.names)), panel.names)
+    counts = np.ma.masked_equal(panel.counts.T, 0)
     return axes.imshow(counts, cmap=shades, aspect="auto", origin="lower", interpolation="nearest", vmin=0)

@@ -74,18 +74,20 @@ class HuggingFace(FederatedDataModule):
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
         train, test = self._parts(_splits(self.dataset))
-        named = [("inputs", name) for name in self.inputs] + [("target", name) for name in self.targets]
+        columns = [("inputs", name) for name in self.inputs] + [("target", name) for name in self.targets]
         parts = {"train": train, "test": test}
         for part in parts.values():
-            for key, name in named:
+            for key, name in columns:
                 _check_column(part, name, key)
         for name in self.targets:
             features = (part.features[name] for part in (train, test))
-            known, other = (getattr(getattr(of, "feature", None) or of, "names", None) for of in features)
+            known, other = (
+                getattr(getattr(feature, "feature", None) or feature, "names", None) for feature in features
+            )
             require(known == other, "data.target", name, f"the test data have other classes, {other}, not {known}")
-        held = [(f"{name} of {split}", _kind(part, name)) for split, part in parts.items() for name in self.inputs]
-        odd = next((f"{column} {kind}" for column, kind in held if kind != held[0][1]), None)
-        remedy = f"{held[0][0]} holds {held[0][1]}, {odd}; choose columns of one kind"
+        kinds = [(f"{name} of {split}", _kind(part, name)) for split, part in parts.items() for name in self.inputs]
+        odd = next((f"{column} {kind}" for column, kind in kinds if kind != kinds[0][1]), None)
+        remedy = f"{kinds[0][0]} holds {kinds[0][1]}, {odd}; choose columns of one kind"
         require(odd is None, "data.inputs", ", ".join(self.inputs), remedy)
         if self.client is not None:
             users = test[self.client] if self.client in test.column_names else None
@@ -109,8 +111,8 @@ class HuggingFace(FederatedDataModule):
         users = [""] * n if self.client is None else [*map(str, train[self.client])]
         rng = numpy_generator(0, "Hugging Face test set")  # independent of data.seed
         rows = stratified(Natural(users).clients(users), round(self.test_fraction * n), rng)
-        few = f"holds out {len(rows)} of {n} samples; leave some for both parts"
-        require(0 < len(rows) < n, "data.test_fraction", self.test_fraction, few)
+        problem = f"holds out {len(rows)} of {n} samples; leave some for both parts"
+        require(0 < len(rows) < n, "data.test_fraction", self.test_fraction, problem)
         return train.select(np.setdiff1d(np.arange(n), rows)), train.select(rows)
 
     def _input_reader(self, train: Any) -> Callable[[Any], Any]:
@@ -135,9 +137,9 @@ class HuggingFace(FederatedDataModule):
             return lambda part: np.stack([_array(part, name, "target") for name in self.targets], 1)
         name = self.targets[0]
         kind = train.features[name]
-        item = getattr(kind, "feature", None)
-        if isinstance(item, datasets.ClassLabel):
-            return lambda part: _hot(name, part[name], item.num_classes)
+        inner = getattr(kind, "feature", None)
+        if isinstance(inner, datasets.ClassLabel):
+            return lambda part: _hot(name, part[name], inner.num_classes)
         if _is_text(kind) and self.task.by_class:
             classes = sorted({*map(str, train[name])})
             return lambda part: _places(name, part[name], classes)
@@ -149,10 +151,10 @@ def _splits(dataset: Any) -> Mapping[str, Any]:
     """Returns splits by name, from a data set, from splits, or from a path."""
     datasets = imported("datasets", "data = HuggingFace: needs datasets; pip install 'fl-lightning[huggingface]'")
     dataset = _from_path(Path(dataset)) if isinstance(dataset, str | os.PathLike) else dataset
-    found = {"train": dataset} if isinstance(dataset, datasets.Dataset) else dataset
-    fits = isinstance(found, Mapping) and all(isinstance(part, datasets.Dataset) for part in found.values())
+    splits = {"train": dataset} if isinstance(dataset, datasets.Dataset) else dataset
+    fits = isinstance(splits, Mapping) and all(isinstance(part, datasets.Dataset) for part in splits.values())
     require(fits, "data.dataset", f"a {type(dataset).__name__}", "give a path, a Dataset, or Datasets by name of split")
-    return found
+    return splits
 
 
 def _from_path(path: Path) -> Any:
@@ -232,9 +234,9 @@ def _array(part: Any, column: str, key: str) -> NDArray[Any]:
         dtype = np.dtype(leaf.dtype)
         return np.asarray(part.with_format("numpy", columns=[column], dtype=dtype)[:][column], dtype)
     except (TypeError, ValueError, AttributeError):
-        what = "neither images nor text nor numbers" if key == "inputs" else "no numbers, class labels or text"
+        problem = "neither images nor text nor numbers" if key == "inputs" else "no numbers, class labels or text"
         raise UserError(
-            f"data.{key} = {column}: {part.features[column]} holds {what}, or its rows differ in length; choose "
+            f"data.{key} = {column}: {part.features[column]} holds {problem}, or its rows differ in length; choose "
             "another column, or prepare it with map"
         ) from None
 

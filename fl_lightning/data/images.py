@@ -196,8 +196,8 @@ class ImageFolder(FederatedDataModule):
         """See :class:`FederatedDataModule`."""
         *train, test = [self._part(name) for name in (*self.training, "test")]
         for name, part in zip(self.training, train, strict=True):
-            odd = f"class '{min({*part} ^ {*test}, default='')}' is not in both {name} and test"
-            ensure([*part] == [*test], f"root: {odd} of '{self.root}'; name classes alike")
+            problem = f"class '{min({*part} ^ {*test}, default='')}' is not in both {name} and test"
+            ensure([*part] == [*test], f"root: {problem} of '{self.root}'; name classes alike")
         return *self._samples(train), *self._samples([test])
 
     def _samples(self, parts: Sequence[dict[str, list[str]]]) -> tuple[IndexedSamples, list[int]]:
@@ -208,14 +208,14 @@ class ImageFolder(FederatedDataModule):
     def _part(self, part: str) -> dict[str, list[str]]:
         """Returns the images of each class, in the order of names."""
         folder = Path(self.root, part)
-        found = {each.name: _images_below(each) for each in visible(folder) if each.is_dir()}
-        empty = next((f"class '{name}'" for name, paths in found.items() if not paths), None if found else "each class")
+        files = {path.name: _images_below(path) for path in visible(folder) if path.is_dir()}
+        empty = next((f"class '{name}'" for name, paths in files.items() if not paths), None if files else "each class")
         ensure(
             empty is None,
             f"data.root = {self.root}: no images of {empty} under '{folder}'; expected {self.root}/train/<class>/*.png "
             f"and {self.root}/test/<class>/*.png",
         )
-        return found
+        return files
 
 
 def _images_below(folder: Path) -> list[str]:

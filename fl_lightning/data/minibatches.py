@@ -43,15 +43,15 @@ class Minibatches:
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[Batch]:
-        at, (indices, draws) = 0, self.source.to_samples(self.indices, self.draws)
+        offset, (indices, draws) = 0, self.source.to_samples(self.indices, self.draws)
         with self.source.reading_ahead([self.indices]):
             for sizes in chunks(self.sizes, self.source.sample_bytes(self.dtype)):
                 n = sum(sizes)
-                now = {name: v[at : at + n] for name, v in draws.items()}
-                x, y = self.source.samples(indices[at : at + n], now, self.dtype)
+                drawn = {name: v[offset : offset + n] for name, v in draws.items()}
+                x, y = self.source.samples(indices[offset : offset + n], drawn, self.dtype)
                 for start, end in pairwise(accumulate(sizes, initial=0)):
                     yield map_tensors(itemgetter(slice(start, end)), x), y[start:end]
-                at += n
+                offset += n
 
     def take(self, steps: Sequence[int]) -> "Minibatches":
         """Returns some of the steps, in the given order."""
@@ -90,10 +90,10 @@ class MinibatchTable:
         sizes = np.zeros((rounds, width, self.sizes.shape[1]), np.int64)
         sizes[np.arange(width) < np.array(clients)[:, None]] = self.sizes
         (indices, draws), weights = _placed(self.source, sizes, self.indices, self.draws, batch, self.dtype)
-        whole = _stacked(self.source.samples(indices, draws, self.dtype), width, batch, *weights).tensors()
+        tensors = _stacked(self.source.samples(indices, draws, self.dtype), width, batch, *weights).tensors()
         steps = np.count_nonzero(sizes.any(1), axis=1).tolist()
-        parts = {name: torch.split(v, steps) for name, v in whole.items()}
-        return [Block.of({name: its[i] for name, its in parts.items()}) for i in range(rounds)]
+        parts = {name: torch.split(v, steps) for name, v in tensors.items()}
+        return [Block.of({name: values[i] for name, values in parts.items()}) for i in range(rounds)]
 
 
 def chunks(sizes: Iterable[int], sample_bytes: int) -> Iterator[list[int]]:
@@ -152,23 +152,23 @@ def blocks(clients: Sequence[Minibatches], width: int, batch: int) -> Iterator[B
     for row, client in zip(sizes[0], clients, strict=False):  # further rows are padding
         row[: len(client)] = client.sizes
     drawn = {name: torch.cat([c.draws[name] for c in clients]) for name in first.draws}
-    together = torch.cat([c.indices for c in clients])
+    joined = torch.cat([c.indices for c in clients])
     # all are moved to the device at once, not chunk by chunk
-    (indices, draws), (weight, active) = _placed(first.source, sizes, together, drawn, batch, first.dtype)
+    (indices, draws), (weight, active) = _placed(first.source, sizes, joined, drawn, batch, first.dtype)
     steps, step = len(active), width * batch
-    at = 0
+    start = 0
     with first.source.reading_ahead(client.indices for client in clients):
         for chunk in chunks([batch] * steps, first.source.sample_bytes(first.dtype) * width):
-            end = at + len(chunk)
-            rows = slice(at * step, end * step)
+            end = start + len(chunk)
+            rows = slice(start * step, end * step)
             samples = first.source.samples(indices[rows], {name: v[rows] for name, v in draws.items()}, first.dtype)
-            yield _stacked(samples, width, batch, weight[at:end], active[at:end])
-            at = end
+            yield _stacked(samples, width, batch, weight[start:end], active[start:end])
+            start = end
 
 
 def _stacked(samples: Batch, width: int, batch: int, weight: Tensor, active: Tensor) -> Block:
     """Returns samples ``(steps * clients * batch, ...)`` with their labels as a block."""
-    x, y = (map_tensors(lambda v: torch.unflatten(v, 0, (-1, width, batch)), each) for each in samples)
+    x, y = (map_tensors(lambda v: torch.unflatten(v, 0, (-1, width, batch)), tensors) for tensors in samples)
     return Block(x, y, weight, active)
 
 

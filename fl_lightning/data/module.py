@@ -107,19 +107,19 @@ class DividedData(SampleStore):
         """
         sizes, orders = np.zeros((len(clients), max(counts, default=0)), np.int64), list[NDArray[np.int64]]()
         draws, plans = list[dict[str, Tensor]](), dict[tuple[int, int], tuple[list[int], list[int]]]()
-        for row, own, count, draw in zip(sizes, clients, counts, generators, strict=True):
-            n = len(own)
+        for row, indices, count, rng in zip(sizes, clients, counts, generators, strict=True):
+            n = len(indices)
             if (n, count) not in plans:
-                used, asked = sum(self._sizes(n)), self.batch_sizes(n, count)
-                plans[n, count] = asked, [min(used, left) for left in range(sum(asked), 0, -used)]
+                per_pass, batches = sum(self._sizes(n)), self.batch_sizes(n, count)
+                plans[n, count] = batches, [min(per_pass, remaining) for remaining in range(sum(batches), 0, -per_pass)]
             row[:count], passes = plans[n, count]
             if self.batch_size is None:
-                orders += [own] * len(passes)
+                orders += [indices] * len(passes)
             else:
-                orders += [own[torch.randperm(n, generator=draw).numpy()[:taken]] for taken in passes]
+                orders += [indices[torch.randperm(n, generator=rng).numpy()[:taken]] for taken in passes]
             if self.augment is not None:
-                draws.append(self.augment.draw(plans[n, count][0], draw))
-        drawn = {name: torch.cat([each[name] for each in draws]) for name in (draws or [{}])[0]}
+                draws.append(self.augment.draw(plans[n, count][0], rng))
+        drawn = {name: torch.cat([draw[name] for draw in draws]) for name in (draws or [{}])[0]}
         order = np.concatenate(orders) if orders else np.zeros(0, np.int64)
         rows = {name: len(v) for name, v in drawn.items() if len(v) != len(order)}
         ensure(not rows, f"data.augment: draw gives {rows} rows for {len(order)} samples; give one for each")
@@ -147,14 +147,14 @@ class DividedData(SampleStore):
         """Returns stored samples, their targets, and the indices of the split."""
         if not isinstance(split, str):
             return self.x_train, self.y_train, torch.as_tensor(split, dtype=torch.int64)
-        named = {"train": self._union, "val": self.val_indices, "test": torch.arange(len(self.y_test))}
-        require(split in named, "split", f"'{split}'", f"choose from {', '.join(named)}, or give indices")
+        splits = {"train": self._union, "val": self.val_indices, "test": torch.arange(len(self.y_test))}
+        require(split in splits, "split", f"'{split}'", f"choose from {', '.join(splits)}, or give indices")
         ensure(
             split != "val" or len(self.val_indices) != 0,
             f"data.val_fraction = {self.val_fraction} holds out nothing to validate on; use for example 0.1",
         )
         x, y = (self.x_test, self.y_test) if split == "test" else (self.x_train, self.y_train)
-        return x, y, named[split]
+        return x, y, splits[split]
 
     def client_test_indices(self, client: int) -> Tensor | None:
         """Returns a client's own part of the test set, as in LEAF, where users keep part of their samples for testing.
@@ -231,8 +231,8 @@ class DividedData(SampleStore):
         """Returns a hash of the fingerprint and of all stored samples, which are read once for it."""
         digest = hashlib.sha256(self.fingerprint().encode())
         for x, n in ((self.x_train, len(self.y_train)), (self.x_test, len(self.y_test))):
-            for at in range(0, n, HASHED_AT_ONCE):
-                digest.update(stored_bytes(x, range(at, min(at + HASHED_AT_ONCE, n))))
+            for start in range(0, n, HASHED_AT_ONCE):
+                digest.update(stored_bytes(x, range(start, min(start + HASHED_AT_ONCE, n))))
         return digest.hexdigest()
 
 
@@ -355,8 +355,8 @@ class FederatedDataModule(DividedData, ABC):
         same = self.partition is self._default or getattr(self.partition, "users", None) == natural.users
         ensure(same, f"data.partition = {kind}: the data say whose each sample is; leave it out")
         self.partition, self.num_clients = natural, len({*natural.users})
-        found = f"the data name {self.num_clients} clients; leave it out"
-        require(asked in (None, self.num_clients), "data.num_clients", asked, found)
+        remedy = f"the data name {self.num_clients} clients; leave it out"
+        require(asked in (None, self.num_clients), "data.num_clients", asked, remedy)
         self.test_clients = None if test_users is None else natural.clients(test_users)
 
     # Setup

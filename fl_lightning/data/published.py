@@ -44,8 +44,8 @@ def numbered(texts: Sequence[Sequence[str]], known: Mapping[str, int], length: i
     """
     x = np.zeros((len(texts), length), np.int64)
     for row, text in zip(x, texts, strict=True):
-        kept = [known.get(token, 0) for token in text[:length]]
-        row[: len(kept)] = kept
+        numbers = [known.get(token, 0) for token in text[:length]]
+        row[: len(numbers)] = numbers
     return x
 
 
@@ -141,21 +141,21 @@ class LEAF(FederatedDataModule):
 
     def _part(self, folder: Path) -> tuple[list[str], NDArray[Any], NDArray[np.int64]]:
         """Returns each sample's user, the samples and the labels of a folder's files, in the order of their names."""
-        found = [part for path in visible(folder, "*.json") for part in read_json(path, self._users, LEAFS_HOME)]
+        parts = [part for path in visible(folder, "*.json") for part in read_json(path, self._users, LEAFS_HOME)]
         ensure(
-            any(len(y) for _, _, y in found),
+            any(len(y) for _, _, y in parts),
             corrupt_file("data.data_dir", folder, "no JSON file with samples", LEAFS_HOME),
         )
-        users = [user for user, _, y in found for _ in range(len(y))]
-        return users, np.concatenate([x for _, x, _ in found]), np.concatenate([y for *_, y in found])
+        users = [user for user, _, y in parts for _ in range(len(y))]
+        return users, np.concatenate([x for _, x, _ in parts]), np.concatenate([y for *_, y in parts])
 
     def _users(self, content: Any) -> list[tuple[str, NDArray[Any], NDArray[np.int64]]]:
         """Returns name, samples and labels of each user, from the content of a file."""
         data = {user: content["user_data"][user] for user in content["users"]}
-        found = [(user, *self.read(its["x"], its["y"])) for user, its in data.items() if its["x"] or its["y"]]
-        for user, x, y in found:
+        users = [(user, *self.read(part["x"], part["y"])) for user, part in data.items() if part["x"] or part["y"]]
+        for user, x, y in users:
             ensure(len(x) == len(y), f"user {user} has {len(x)} samples and {len(y)} labels")
-        return found
+        return users
 
 
 class FEMNIST(LEAF):
@@ -199,8 +199,8 @@ class Shakespeare(LEAF):
 
     def read(self, x: Any, y: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See :class:`LEAF`."""
-        wrong = next((len(text) for text in x if len(text) != LENGTH), None)
-        ensure(wrong is None, f"a sample has {wrong} characters, not {LENGTH}")
+        length = next((len(text) for text in x if len(text) != LENGTH), None)
+        ensure(length is None, f"a sample has {length} characters, not {LENGTH}")
         ensure(all(len(text) == 1 for text in y), "a label is not one character")
         return _numbers(x).reshape(-1, LENGTH), _numbers(y)
 

@@ -70,11 +70,11 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
 
     def __repr__(self) -> str:
         """Returns the class with its settings; after setup also number and shape of the samples."""
-        own = super().__repr__()
+        text = super().__repr__()
         if not hasattr(self, "clients"):
-            return own
+            return text
         samples = f"{int(self.clients.sizes.sum()):,} training samples of shape {self.input_shape}"
-        return f"{own}: {samples}, {self.num_classes} {self.task.unit}"
+        return f"{text}: {samples}, {self.num_classes} {self.task.unit}"
 
     @property
     def num_classes(self) -> int:
@@ -211,11 +211,11 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
             draws: The draws of `Augment.draw` for these samples, ``(n, ...)`` by name; empty for no augmentation.
             dtype: Floating dtype of the samples.
         """
-        here = to_device(indices, self.device)
-        raw = self._gather(self.x_train, indices if self.stream else here, self._prefetcher)
+        on_device = to_device(indices, self.device)
+        raw = self._gather(self.x_train, indices if self.stream else on_device, self._prefetcher)
         augment = self.augment if draws else None
         raw = raw if augment is None else augment(raw, draws)
-        x, y = self._prepared(raw, self.y_train[here], dtype, evaluation=False)
+        x, y = self._prepared(raw, self.y_train[on_device], dtype, evaluation=False)
         return (x, y) if augment is None else augment.finalize(x, y, draws, self.num_classes)
 
     def in_batches(self, indices: Tensor) -> Sequence[Tensor]:

@@ -50,8 +50,8 @@ class MeanIoU(MulticlassConfusionMatrix):
     def compute(self) -> Tensor:
         """Returns the mean, a scalar."""
         counts: Tensor = super().compute().double()
-        true, found = counts.sum(1), counts.sum(0)
-        return (counts.diag() / (true + found - counts.diag()))[true > 0].mean()
+        true, predicted = counts.sum(1), counts.sum(0)
+        return (counts.diag() / (true + predicted - counts.diag()))[true > 0].mean()
 
 
 def labelled_images(
@@ -162,7 +162,7 @@ class Segmentation(FederatedDataModule):
             self.num_clients = len(train)
         users = [user for user, pairs in test.items() for _ in pairs]
         if len(test) > 1:
-            self._parts = {TESTED.get(user, user): torch.tensor([other == user for other in users]) for user in test}
+            self._parts = {TESTED.get(user, user): torch.tensor([owner == user for owner in users]) for user in test}
         (x, y), (x_test, y_test) = (self._labelled(users) for users in (train, test))
         return x, y, x_test, y_test
 
@@ -283,5 +283,5 @@ def _listed(folder: Path) -> dict[str, list[tuple[str, str]]]:
 
 def _pairs(content: Any) -> dict[str, list[tuple[str, str]]]:
     """Returns image and label map of each sample by user, from the content of a list."""
-    listed = content["user_data"].items()
-    return {user: [(str(x), str(y)) for x, y in zip(data["x"], data["y"], strict=True)] for user, data in listed}
+    entries = content["user_data"].items()
+    return {user: [(str(x), str(y)) for x, y in zip(data["x"], data["y"], strict=True)] for user, data in entries}

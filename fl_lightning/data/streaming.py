@@ -82,12 +82,12 @@ class IndexedSamples(Samples):
 
     def __getitem__(self, index: int) -> Any:
         """See :class:`Samples`."""
-        given = self.read(index)
-        sample, file = map_tensors(_array, given), getattr(given, "filename", "")
-        found = record_dtype(sample)
+        value = self.read(index)
+        sample, file = map_tensors(_array, value), getattr(value, "filename", "")
+        dtype = record_dtype(sample)
         ensure(
-            found == self.dtype,
-            f"{self.name}: sample {index}{f' ({file})' if file else ''} is {found.base} {found.shape}, the first is "
+            dtype == self.dtype,
+            f"{self.name}: sample {index}{f' ({file})' if file else ''} is {dtype.base} {dtype.shape}, the first is "
             f"{self.dtype.base} {self.dtype.shape}; make all alike, images by a transform or map that resizes",
         )
         return sample
@@ -134,9 +134,9 @@ class Stream:
 
     def __init__(self, name: str, source: Samples | np.memmap[Any, Any], workers: int) -> None:
         self.name, self.source = name, source
-        one = inputs(name, np.zeros((1, *source.shape[1:]), source.dtype))
-        self.like = map_tensors(lambda v: v.expand(len(source), *v.shape[1:]), one)
-        self.ahead = max(1, min(len(source), AHEAD // max(1, sum(v.nbytes for v in named_tensors(one, name).values()))))
+        row = inputs(name, np.zeros((1, *source.shape[1:]), source.dtype))
+        self.like = map_tensors(lambda v: v.expand(len(source), *v.shape[1:]), row)
+        self.ahead = max(1, min(len(source), AHEAD // max(1, sum(v.nbytes for v in named_tensors(row, name).values()))))
         self._pool = ThreadPoolExecutor(workers, "samples")
 
     def start(self, index: int) -> Future[Any]:
@@ -147,11 +147,11 @@ class Stream:
         """Returns all samples, ``(N, ...)``."""
         rows = map_tensors(lambda v: torch.empty_like(v, memory_format=layout(v.ndim)), self.like)
         with closing(Prefetcher(self, range(len(self.source)))) as prefetcher:
-            for at in range(0, len(self.source), self.ahead):
-                part = range(len(self.source))[at : at + self.ahead]
-                read = named_tensors(prefetcher.take(part), "")
+            for start in range(0, len(self.source), self.ahead):
+                part = range(len(self.source))[start : start + self.ahead]
+                arrays = named_tensors(prefetcher.take(part), "")
                 for name, v in named_tensors(rows, "").items():
-                    v[at : at + len(part)] = read[name]
+                    v[start : start + len(part)] = arrays[name]
         return rows
 
 
@@ -197,19 +197,19 @@ class Prefetcher:
             UserError: If one of them is faulty.
         """
         stream, reads = self._stream, dict[int, Future[Any]]()
-        places = grouped((i, place) for place, i in enumerate(indices))
-        for i, its in places.items():
+        places = grouped((i, position) for position, i in enumerate(indices))
+        for i, positions in places.items():
             reads[i] = self._reads[i] if i in self._reads else stream.start(i)
-            self._uses[i] -= len(its)
+            self._uses[i] -= len(positions)
             if self._uses[i] <= 0:
                 self._reads.pop(i, None)
         self._fill({})
         rows = np.empty((len(indices), *stream.source.shape[1:]), stream.source.dtype)
         try:
-            for i, its in places.items():
+            for i, positions in places.items():
                 sample = reads.pop(i).result()
-                for place in its:
-                    rows[place] = sample
+                for position in positions:
+                    rows[position] = sample
         except BaseException:  # a faulty sample, or Ctrl-C: the others are not needed
             self._reads |= reads
             self.close()
@@ -234,7 +234,7 @@ def stored_bytes(x: Inputs | Stream, indices: Sequence[int]) -> bytes:
     """
     if isinstance(x, Stream):
         with closing(Prefetcher(x, indices)) as prefetcher:
-            parts = [prefetcher.take(indices[at : at + x.ahead]) for at in range(0, len(indices), x.ahead)]
+            parts = [prefetcher.take(indices[start : start + x.ahead]) for start in range(0, len(indices), x.ahead)]
     else:
         parts = [map_tensors(lambda v: v[torch.as_tensor(indices, dtype=torch.int64, device=v.device)].cpu(), x)]
     arrays = zip(*(named_tensors(part, "").values() for part in parts), strict=True)

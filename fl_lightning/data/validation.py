@@ -40,7 +40,7 @@ def inputs(name: str, array: Any, rows: Sequence[int] | None = None) -> Inputs:
             len(array) > 0 and all(isinstance(key, str) and "." not in key for key in array),
             f"{name}: keys {list(array)}; name one array or more, without dots",
         )
-        return {key: inputs(f"{name}.{key}", each, rows) for key, each in array.items()}
+        return {key: inputs(f"{name}.{key}", entry, rows) for key, entry in array.items()}
     x = numeric(name, array)
     if x.ndim == 4 and _channels_come_last(x):
         x = x.movedim(-1, 1)
@@ -95,8 +95,8 @@ def numeric(name: str, array: Any) -> Tensor:
     if isinstance(array, Tensor):
         dense = array.layout == torch.strided and not array.is_quantized and not array.is_meta
         ensure(dense, f"{name}: a tensor that is sparse, quantized or without values; make it dense first")
-        found = array.detach().cpu()
-        return found.float() if found.dtype == torch.bfloat16 else found  # NumPy has no bfloat16
+        tensor = array.detach().cpu()
+        return tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # NumPy has no bfloat16
     try:
         numbers = np.ascontiguousarray(array)
         return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("="), copy=False))
@@ -138,14 +138,14 @@ def check_alike(name: str, x: Inputs, other: str, y: Inputs) -> None:
     """
     a, b = named_tensors(x, ""), named_tensors(y, "")
     ensure(a.keys() == b.keys(), f"{other}: its arrays are not named as {name}'s; name both alike")
-    for key, old in a.items():
-        for what, was, found in (
-            ("shape", tuple(old.shape[1:]), tuple(b[key].shape[1:])),
-            ("dtype", old.dtype, b[key].dtype),
+    for key, tensor in a.items():
+        for kind, expected, actual in (
+            ("shape", tuple(tensor.shape[1:]), tuple(b[key].shape[1:])),
+            ("dtype", tensor.dtype, b[key].dtype),
         ):
             ensure(
-                was == found,
-                f"{other}{key}: {what} {found} of a sample differs from {name}{key}'s {was}; prepare both alike",
+                expected == actual,
+                f"{other}{key}: {kind} {actual} of a sample differs from {name}{key}'s {expected}; prepare both alike",
             )
 
 

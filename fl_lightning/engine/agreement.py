@@ -84,8 +84,8 @@ def check_repeatable(sequential: Engine, jobs: Sequence[Job]) -> None:
     first = next((excerpt(job, [0]) for job in jobs if len(job.minibatches)), None)
     if first is None or sequential.net.device.type != "cpu":
         return
-    one, again = (next(iter(sequential.train([first]))) for _ in range(2))
-    differ = [*_too_far(_with_limits(first, one, 0.0, REPEATED), again)] if one.finite else []
+    result, repeated = (next(iter(sequential.train([first]))) for _ in range(2))
+    differ = [*_too_far(_with_limits(first, result, 0.0, REPEATED), repeated)] if result.finite else []
     if differ:
         rank_zero_warn(
             f"{type(sequential.objective).__name__} gives another result when a client's step is repeated, in "
@@ -166,26 +166,26 @@ def _compare(engine: Engine, sequential: Engine, jobs: Sequence[Job], precise: b
                 raise _NotPrecise from error
             raise
         watched = _watched(engine)
-        for now in (jobs, [at_the_end(job, engine.objective) for job in jobs]):
-            expected = [_expected(engine, sequential, job, rounding, tolerance) for job in now]
-            _compare_with(expected, watched, now)
+        for phase_jobs in (jobs, [at_the_end(job, engine.objective) for job in jobs]):
+            expected = [_expected(engine, sequential, job, rounding, tolerance) for job in phase_jobs]
+            _compare_with(expected, watched, phase_jobs)
 
 
 def _compare_with(expected: Sequence[Expected], engine: Engine, jobs: Sequence[Job]) -> None:
     """Compares what an engine gives for some jobs with what the sequential engine gives for each."""
     try:
-        found = [*engine.train(jobs)]
+        results = [*engine.train(jobs)]
     except UserError:
         raise
     except Exception as error:  # what runs for one client fails for several
         reason = folded(f"{type(error).__name__}: {error}")
         raise _refused(engine, f"cannot be batched ({reason:.100}); use sequential") from None
-    for one, result in zip(expected, found, strict=True):
-        for what in _too_far(one, result):
+    for wanted, result in zip(expected, results, strict=True):
+        for name in _too_far(wanted, result):
             raise _refused(
                 engine,
                 f"gives for several clients at once (vectors of shape (clients, d)) something else than for each, "
-                f"in {what}; reduce over the last axis only, with keepdim, leave padding, whose weight is 0, out "
+                f"in {name}; reduce over the last axis only, with keepdim, leave padding, whose weight is 0, out "
                 "of a term over a minibatch (BatchNorm without running statistics cannot), or use sequential",
             )
 
@@ -196,40 +196,40 @@ def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tol
     Raises:
         UserError: If a repetition gives other values.
     """
-    one, nearby, again = (next(iter(sequential.train([each]))) for each in (job, _moved(job, rounding), job))
-    if not one.finite:
+    result, nearby, repeated = (next(iter(sequential.train([case]))) for case in (job, _moved(job, rounding), job))
+    if not result.finite:
         return {}
-    expected, near = _with_limits(job, one, rounding, tolerance), _leaving(nearby)
-    for what in _too_far(expected, again):
+    expected, near = _with_limits(job, result, rounding, tolerance), _leaving(nearby)
+    for name in _too_far(expected, repeated):
         raise _refused(
             engine,
-            f"gives another result when it is repeated, in {what}: a hook draws random numbers elsewhere than "
+            f"gives another result when it is repeated, in {name}: a hook draws random numbers elsewhere than "
             "from ctx, changes a tensor in place, or keeps something on self; mend that, or use sequential",
         )
-    return {what: (v, limit + 10 * float((near[what] - v).norm())) for what, (v, limit) in expected.items()}
+    return {name: (v, limit + 10 * float((near[name] - v).norm())) for name, (v, limit) in expected.items()}
 
 
 def _with_limits(job: Job, result: LocalResult, rounding: float, tolerance: float) -> Expected:
     """Returns what leaves a local training, each value with the distance that rounding explains."""
     expected, known = dict[str, tuple[Tensor, float]](), [*job.received.values(), *job.state.values()]
-    for what, value in _leaving(result).items():
+    for name, value in _leaving(result).items():
         like = [v for v in (value * 0, *known) if v.shape == value.shape]
         change = min(float((value - v).norm()) for v in like)
         terms = max(float(v.norm()) for v in (value, *like))  # it may be their sum, of which rounding is left
-        expected[what] = value, tolerance * change + rounding * terms
+        expected[name] = value, tolerance * change + rounding * terms
     return expected
 
 
 def _too_far(expected: Expected, result: LocalResult) -> Iterator[str]:
     """Yields what of a result is further from what is expected than tolerated."""
-    found = _leaving(result)
-    for what, (value, limit) in expected.items():
-        if found[what].shape != value.shape or not float((found[what] - value).norm()) <= limit:
-            yield what
+    values = _leaving(result)
+    for name, (value, limit) in expected.items():
+        if values[name].shape != value.shape or not float((values[name] - value).norm()) <= limit:
+            yield name
 
 
-def _refused(engine: Engine, why: str) -> UserError:
-    return UserError(f"trainer.engine = {engine.name}: {type(engine.objective).__name__} {why}")
+def _refused(engine: Engine, reason: str) -> UserError:
+    return UserError(f"trainer.engine = {engine.name}: {type(engine.objective).__name__} {reason}")
 
 
 def _leaving(result: LocalResult) -> dict[str, Tensor]:
@@ -258,10 +258,10 @@ def _doubled(state: State) -> State:
     return State({name: value.double() for name, value in state.items()})
 
 
-def _moved(job: Job, by: float) -> Job:
-    """Returns a job in which each weight that was received is changed by a fraction ``by`` at most."""
+def _moved(job: Job, fraction: float) -> Job:
+    """Returns a job in which each weight that was received is changed by a fraction at most."""
     w = job.received.w
-    factor = 1 + by * torch.arange(len(w), device=w.device).cos().to(w)
+    factor = 1 + fraction * torch.arange(len(w), device=w.device).cos().to(w)
     return replace(job, received=job.received.replace(w=w * factor))
 
 
@@ -270,13 +270,13 @@ def _float64(engine: Engine) -> Iterator[None]:
     """Holds the constants of an engine's objective in float64 for a while."""
     w = engine.net.w
     constants = [p for p in engine.objective.parameters() if not p.requires_grad]
-    kept = [(t, t.data) for t in (*constants, *engine.objective.buffers()) if t.is_floating_point()]
+    saved = [(t, t.data) for t in (*constants, *engine.objective.buffers()) if t.is_floating_point()]
     try:
-        for tensor, data in kept:
+        for tensor, data in saved:
             tensor.data = data.double()
         yield
     finally:
-        for tensor, data in kept:
+        for tensor, data in saved:
             tensor.data = data
         engine.net.move_to(w)
 

@@ -103,9 +103,9 @@ class Carry:
         return {"w": self.w, "loss": self.loss, **prefixed("state", self.state)}
 
     @classmethod
-    def of(cls, named: Mapping[str, Tensor]) -> "Carry":
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Carry":
         """Returns the carry whose `tensors` these are; other names are ignored."""
-        return cls(named["w"], State(below("state", named)), named["loss"])
+        return cls(tensors["w"], State(below("state", tensors)), tensors["loss"])
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ class Engine:
         else:
             lr, direction = ctx.lr, objective.direction_alone(alone, carry.w, grad, client, received, ctx)
         if moving is not None:
-            two = direction if isinstance(direction, tuple) else (direction, torch.zeros_like(carry.w))
-            direction = torch.where(moving, two[0], 0), torch.where(moving, two[1], 0)
+            pair = direction if isinstance(direction, tuple) else (direction, torch.zeros_like(carry.w))
+            direction = torch.where(moving, pair[0], 0), torch.where(moving, pair[1], 0)
         w, client = fixed.take(carry.w, direction, client, lr, ctx)
         if alone is None:
             w = objective.after_step(w, client, received, ctx)

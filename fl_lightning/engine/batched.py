@@ -114,13 +114,13 @@ class BatchedEngine(Engine):
         with self.checked():
             rows = [*jobs, *repeat(jobs[0], self.widened(len(jobs)) - len(jobs))]  # padding takes no step
             clients = [job.minibatches for job in jobs]
-            batch = clients[0].source.batch_size or 1 << (max(max(each.sizes) for each in clients) - 1).bit_length()
+            batch = clients[0].source.batch_size or 1 << (max(max(client.sizes) for client in clients) - 1).bit_length()
             carry, upload, state, logs = self._trained(rows, blocks(clients, len(rows), batch))
             finite = torch.stack([is_finite(v) for group in (upload, state) for v in group.values()]).all(0)
             n = len(jobs)  # the rest is padding
             steps = to_device([max(job.ctx.K, 1) for job in jobs], carry.loss.device, carry.loss.dtype)
             loss = carry.loss[:n] / steps
-        each = zip(
+        per_client = zip(
             jobs,
             carry.w[:n],
             by_client(upload, n),
@@ -131,8 +131,8 @@ class BatchedEngine(Engine):
             strict=True,
         )
         return [
-            LocalResult(job.client, job.received, w, up, State(row), x, job.ctx, ok, logs=Logs(logs.names, own))
-            for job, w, up, row, x, ok, own in each
+            LocalResult(job.client, job.received, w, up, State(row), x, job.ctx, ok, logs=Logs(logs.names, logged))
+            for job, w, up, row, x, ok, logged in per_client
         ]
 
     @contextmanager
@@ -211,22 +211,22 @@ class BatchedEngine(Engine):
             fixed: The arguments of all steps.
             settings: The clients' own settings, ``(clients, 1)``.
         """
-        now = replace(carry, loss=torch.zeros_like(carry.loss))
+        current = replace(carry, loss=torch.zeros_like(carry.loss))
         for x, y, weight, active in block:
-            now = self._masked(now, (x, y, weight), active, fixed, settings)
-        return replace(now, loss=carry.loss + now.loss)
+            current = self._masked(current, (x, y, weight), active, fixed, settings)
+        return replace(current, loss=carry.loss + current.loss)
 
     def _masked(
         self, carry: Carry, batch: tuple[Tensor, ...], active: Tensor, fixed: Fixed, settings: Tensors
     ) -> Carry:
         """Takes one local step of every client; those that are not active do not change."""
         batch = (*batch, *(self._teach(teacher, batch[0]) for teacher in fixed.teachers), *fixed.constants)
-        own = {name: v[:, 0] for name, v in settings.items()}
+        own_settings = {name: v[:, 0] for name, v in settings.items()}
 
         def evaluate(v: Tensor, losses: Losses | None) -> tuple[Tensor, Tensor]:
             with self.autocast():
                 values: tuple[Tensor, Tensor] = vmap(grad_and_value(partial(self._loss, losses)))(
-                    v.expand_as(carry.w), own, *batch
+                    v.expand_as(carry.w), own_settings, *batch
                 )
             return values
 
@@ -250,10 +250,17 @@ class BatchedEngine(Engine):
             return self._output(v, x)
 
     def _loss(
-        self, losses: Losses | None, v: Tensor, own: Tensors, x: Tensor, y: Tensor, weight: Tensor, *teacher: Tensor
+        self,
+        losses: Losses | None,
+        v: Tensor,
+        settings: Tensors,
+        x: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        *teacher: Tensor,
     ) -> Tensor:
         forward = partial(self._output, v, x)
-        with self.using(own):  # a number of a loss is the client's own
+        with self.using(settings):  # a number of a loss is the client's own
             return self.objective.minibatch_loss(forward, y, *teacher, weight=weight, losses=losses)
 
     @torch.no_grad()

@@ -106,15 +106,15 @@ def choose(make: Callable[[EngineName], Engine], jobs: Sequence[Job], rounds: in
         except UserError as error:
             measured.append(f"{name}: {error}")
             continue
-        once = max(0.0, first - round_s)
-        totals[name] = once + round_s * rounds
-        measured.append(f"{name} {round_s * 1e3:.1f} and {once:.1f} s once")
+        startup_s = max(0.0, first - round_s)
+        totals[name] = startup_s + round_s * rounds
+        measured.append(f"{name} {round_s * 1e3:.1f} and {startup_s:.1f} s once")
     best = min(totals, key=lambda name: totals[name])
     return Choice(best, ", ".join(measured), totals[best])
 
 
 def seconds(engine: Engine, jobs: Sequence[Job]) -> float:
-    """Seconds that an engine takes to train these jobs, once it has warmed up."""
+    """Returns the seconds that an engine takes to train these jobs, once it has warmed up."""
     return min(_seconds(engine, jobs) for _ in range(2))
 
 

@@ -75,11 +75,11 @@ def dry_step(engine: Engine, server: State, w0: Tensor, classes: int, ctx: Round
     Raises:
         UserError: If a hook returns something else than the base class says, or changes a tensor in place that it gets.
     """
-    contract, once = _two_rounds(engine, server, w0, classes, ctx)
-    if once and not w0.is_meta:  # what is the same for another model is a cache
+    contract, attributes = _two_rounds(engine, server, w0, classes, ctx)
+    if attributes and not w0.is_meta:  # what is the same for another model is a cache
         with catch_warnings(action="ignore"):
-            _, other = _two_rounds(engine, server.replace(w=server.w / 2), w0 / 2, classes, ctx)
-        for name in (name for name, value in once.items() if described(value) != described(other.get(name))):
+            _, others = _two_rounds(engine, server.replace(w=server.w / 2), w0 / 2, classes, ctx)
+        for name in (name for name, value in attributes.items() if described(value) != described(others.get(name))):
             warn(
                 f"{name} is set once, from what a hook gets in its first round: a resumed run sets it anew; "
                 "declare it in client_state or server_state",
@@ -92,13 +92,13 @@ def _two_rounds(
     engine: Engine, server: State, w0: Tensor, classes: int, ctx: RoundContext
 ) -> tuple[dict[int, Exchange], dict[str, Any]]:
     """Does what `dry_step` says, and leaves no trace; returns also the attributes that only the first round has set."""
-    real = engine.objective
-    with contents_kept(real.configured):
-        objective = held(real)
+    original = engine.objective
+    with contents_kept(original.configured):
+        objective = held(original)
         begun, added = Watched(objective.configured), list[dict[str, Any]]()
         contract = dict[int, Exchange]()
-        for shown in _rounds(objective, copy(engine), server, w0, classes, ctx):
-            contract |= shown
+        for exchanges in _rounds(objective, copy(engine), server, w0, classes, ctx):
+            contract |= exchanges
             added.append({f"{class_of(owner).__name__}.{name}": getattr(owner, name) for owner, name in begun.added()})
     return contract, {name: value for name, value in added[0].items() if added[1].get(name) is value}
 
@@ -125,34 +125,34 @@ def _rounds(
         return torch.arange(len(v), device=v.device).cos().to(v) / len(v) ** 0.5, v.new_ones(())
 
     for t, phase in product((0, min(1, ctx.rounds - 1)), [len(phases)] * objective.trains_alone + phases):
-        passes, now = 0, replace(ctx, t=t, phase=phase % len(phases))
-        lr, draws = objective.lr(now), Draws([(0, t, phase, 0)], w0.device, together=False)
-        of_client = {"phase": phase, "lr": lr, "K": 1, "k_lr": lr, "class_counts": counts, "draws": draws}
-        local = ClientContext(**{**vars(now), **of_client})
+        passes, round_ctx = 0, replace(ctx, t=t, phase=phase % len(phases))
+        lr, draws = objective.lr(round_ctx), Draws([(0, t, phase, 0)], w0.device, together=False)
+        client_fields = {"phase": phase, "lr": lr, "K": 1, "k_lr": lr, "class_counts": counts, "draws": draws}
+        client_ctx = ClientContext(**{**vars(round_ctx), **client_fields})
         if not phase:
             before = server
-            server = objective.round_start(server, total, now)
+            server = objective.round_start(server, total, round_ctx)
         watched = Watched(owners)
-        sent = objective.begin_phase(server, now)
-        carry, fixed = dry.begin(client | scratch, sent, local, w0)
+        sent = objective.begin_phase(server, round_ctx)
+        carry, fixed = dry.begin(client | scratch, sent, client_ctx, w0)
         carry = dry.step(carry, fixed, evaluate)
         upload, client, _ = dry.finish(carry, fixed)
         watched.warn_of_clients()
-        arrived = through((part.arrived for part in objective.parts if part.packs), upload, sent, local)
+        arrived = through((part.arrived for part in objective.parts if part.packs), upload, sent, client_ctx)
         bits = objective.bits(sent, up=False), objective.bits(arrived, up=True)
-        shown = [{of: v.to("meta") for of, v in values.items()} for values in (sent, upload, arrived, client)]
-        contract[phase] = Exchange((len(fixed.teachers) + passes, passes), bits, *shown)
+        shapes = [{key: v.to("meta") for key, v in values.items()} for values in (sent, upload, arrived, client)]
+        contract[phase] = Exchange((len(fixed.teachers) + passes, passes), bits, *shapes)
         del carry, fixed
         if phase == len(phases):
             continue
-        averages = Uploads(objective.wire[1], objective.weighting, [local], w0)
+        averages = Uploads(objective.wire[1], objective.weighting, [client_ctx], w0)
         averages.add(arrived, 1)
         watched = Watched(owners)
-        now = replace(now, logs=Logs(objective.all_logs))
-        server = objective.finish_phase(server, sent, averages, now)
+        round_ctx = replace(round_ctx, logs=Logs(objective.all_logs))
+        server = objective.finish_phase(server, sent, averages, round_ctx)
         if phase == phases[-1]:
-            server = objective.survey(server, total, now) if objective.surveys else server
-            server = objective.finish_round(server, before, now)
+            server = objective.survey(server, total, round_ctx) if objective.surveys else server
+            server = objective.finish_round(server, before, round_ctx)
         watched.warn_of_server(numbers=False)
         client = objective.finish_client(client, server)
         if phase == phases[-1]:
@@ -176,54 +176,54 @@ def _contract(objective: LocalObjective, net: nn.Module, classes: int) -> dict[i
 
 def held(objective: LocalObjective) -> LocalObjective:
     """Returns a copy of an objective whose hooks, those of its parts included, are held against their signatures."""
-    it: LocalObjective = _held_copy(objective, objective.flat.d)
+    checked: LocalObjective = _held_copy(objective, objective.flat.d)
     for name, part in vars(objective).items():
         if isinstance(part, Part | LocalOptimizer):
-            object.__setattr__(it, name, _held_copy(part, objective.flat.d))
-    it.parts = [_held_copy(part, objective.flat.d) for part in objective.parts]
-    return it
+            object.__setattr__(checked, name, _held_copy(part, objective.flat.d))
+    checked.parts = [_held_copy(part, objective.flat.d) for part in objective.parts]
+    return checked
 
 
 def _held_copy(owner: Any, d: int) -> Any:
-    it = copy(owner)
+    checked = copy(owner)
     for interface in (Hooks, Part, LocalOptimizer):
         for name, declared in getmembers(interface, isfunction) if isinstance(owner, interface) else ():
             if name[0] != "_":
-                object.__setattr__(it, name, _held(getattr(it, name), declared, d))
-    return it
+                object.__setattr__(checked, name, _held(getattr(checked, name), declared, d))
+    return checked
 
 
 def _held(hook: Any, declared: Any, d: int) -> Any:
     """Returns a hook that is held, whenever it is called, against its declaration in the base class."""
     owner, (kind, parameters) = hook.__self__, _promised(declared)
-    name, says = f"{type(owner).__name__}.{hook.__name__}", "as the docstring of this hook in the base class says"
-    several = get_origin(kind) is tuple and ... not in get_args(kind)
+    name, hint = f"{type(owner).__name__}.{hook.__name__}", "as the docstring of this hook in the base class says"
+    promises_two = get_origin(kind) is tuple and ... not in get_args(kind)
     may_be_none = kind is type(None) or type(None) in get_args(kind)
 
     @wraps(hook)
-    def call(*args: Any, **more: Any) -> Any:
-        given = [*_tensors(zip(parameters, args, strict=False))]
-        versions = [v._version for _, v in given]
-        value = hook(*args, **more)
-        changed = [of for (of, v), version in zip(given, versions, strict=True) if v._version != version]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [*_tensors(zip(parameters, args, strict=False))]
+        versions = [v._version for _, v in tensors]
+        value = hook(*args, **kwargs)
+        changed = [argument for (argument, v), version in zip(tensors, versions, strict=True) if v._version != version]
         remedy = "in place; compute a new tensor, as v - x in place of v -= x"
         ensure(not changed, f"{name} changes {', '.join(changed)} {remedy}")
-        what = "None" if value is None else f"a {type(value).__name__}"
-        two = isinstance(value, tuple | list) and len(value) == 2
-        ensure(two or not several, f"{name} returns {what}; return two values, {says}")
-        ensure(may_be_none or value is not None, f"{name} returns None; return a value, {says}")
+        returned = "None" if value is None else f"a {type(value).__name__}"
+        is_pair = isinstance(value, tuple | list) and len(value) == 2
+        ensure(is_pair or not promises_two, f"{name} returns {returned}; return two values, {hint}")
+        ensure(may_be_none or value is not None, f"{name} returns None; return a value, {hint}")
         states = (v for v in args if isinstance(v, State))
-        for one, of in zip(value, get_args(kind), strict=True) if several else ((value, kind),):
-            if of is State:
-                _check_state(name, one, next(states))
-            elif of == Upload:
-                _check_upload(name, one, {*owner.up}.union(*(v for v in args if isinstance(v, dict))))
-            elif of in (Tensor, Direction):
-                for v in one if isinstance(one, tuple) else (one,):
+        for part, expected in zip(value, get_args(kind), strict=True) if promises_two else ((value, kind),):
+            if expected is State:
+                _check_state(name, part, next(states))
+            elif expected == Upload:
+                _check_upload(name, part, {*owner.up}.union(*(v for v in args if isinstance(v, dict))))
+            elif expected in (Tensor, Direction):
+                for v in part if isinstance(part, tuple) else (part,):
                     right = isinstance(v, Tensor) and v.shape == (d,)
                     ensure(right, f"{name} returns {_form(v)}; return a vector of w's shape, ({d},)")
             elif hook.__name__ == "bits":
-                for wire, n in one.items():
+                for wire, n in part.items():
                     right = isinstance(n, int) and n >= 0
                     ensure(right, f"model.parts: bits of {wire} = {n!r:.40}: give an int of at least 0")
         return value
@@ -242,25 +242,25 @@ def _tensors(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, Mapping):
-            yield from _tensors((f"{name}.{of}", v) for of, v in value.items())
+            yield from _tensors((f"{name}.{key}", v) for key, v in value.items())
 
 
 def _check_state(name: str, state: Any, before: State) -> None:
     ensure(isinstance(state, State), f"{name} returns {_form(state)}; return a State, as of replace(...)")
-    for of, old in before.items():
-        value = state.get(of)
-        right = isinstance(value, Tensor) and (value.shape, value.dtype) == (old.shape, old.dtype)
-        ensure(right, f"{name} returns '{of}' as {_form(value)}; return {_form(old)}, as it was")
-    if more := ", ".join(f"'{of}'" for of in state if of not in before):
-        raise UserError(f"{name} returns {more}, which nobody declares; declare it as state, or leave it out")
+    for key, previous in before.items():
+        value = state.get(key)
+        right = isinstance(value, Tensor) and (value.shape, value.dtype) == (previous.shape, previous.dtype)
+        ensure(right, f"{name} returns '{key}' as {_form(value)}; return {_form(previous)}, as it was")
+    if undeclared := ", ".join(f"'{key}'" for key in state if key not in before):
+        raise UserError(f"{name} returns {undeclared}, which nobody declares; declare it as state, or leave it out")
 
 
 def _check_upload(name: str, upload: Any, declared: set[str]) -> None:
-    what = sorted(upload) if isinstance(upload, Mapping) else f"{_form(upload)}, no mapping of names"
+    shown = sorted(upload) if isinstance(upload, Mapping) else f"{_form(upload)}, no mapping of names"
     right = isinstance(upload, Mapping) and {*upload} == declared
-    ensure(right, f"{name} uploads {what}, but declares up = {sorted(declared)}")
-    none = [f"{of} = {_form(v)}" for of, v in upload.items() if not isinstance(v, Tensor)]
-    ensure(not none, f"{name} uploads {', '.join(none)}; upload tensors")
+    ensure(right, f"{name} uploads {shown}, but declares up = {sorted(declared)}")
+    wrong = [f"{key} = {_form(v)}" for key, v in upload.items() if not isinstance(v, Tensor)]
+    ensure(not wrong, f"{name} uploads {', '.join(wrong)}; upload tensors")
 
 
 def _form(value: Any) -> str:

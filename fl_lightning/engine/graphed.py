@@ -47,11 +47,13 @@ class GraphedEngine(BatchedEngine):
         """Returns how many of a client's local steps are one record's replay."""
         return steps if self.compile and steps <= self.UNROLLED else 1
 
-    def record_of(self, named: Tensors, ctx: ClientContext, settings: Tensors = NOTHING, check: bool = False) -> Record:
+    def record_of(
+        self, tensors: Tensors, ctx: ClientContext, settings: Tensors = NOTHING, check: bool = False
+    ) -> Record:
         """Returns the record of the local steps of a round; a new one only if none serves.
 
         Args:
-            named: The tensors that `Fixed.tensors`, `Carry.tensors` and `Block.tensors` name, with ``t``.
+            tensors: The tensors that `Fixed.tensors`, `Carry.tensors` and `Block.tensors` name, with ``t``.
             ctx: The context.
             settings: The clients' own settings, ``(clients, 1)``, among the tensors.
             check: Whether it is compared with a new one, if that is due.
@@ -59,8 +61,8 @@ class GraphedEngine(BatchedEngine):
         Raises:
             UserError: If a hook reads what has changed since.
         """
-        blocks = {name: v[: self.unrolled(len(v))] for name, v in named.items() if name.startswith("block.")}
-        first, known, objective = {**named, **blocks}, known_of(named), self.objective
+        blocks = {name: v[: self.unrolled(len(v))] for name, v in tensors.items() if name.startswith("block.")}
+        first, known, objective = {**tensors, **blocks}, known_of(tensors), self.objective
         parts = objective, objective.ascent, objective.optimizer, objective.loss, *objective.parts
         key = *plain_settings(parts, settings.values()), *known.items()
         record = self.records.find(first, ctx, key, partial(self._record, known))
@@ -68,12 +70,12 @@ class GraphedEngine(BatchedEngine):
             self._compare(record, first, ctx)
         return record
 
-    def step_stage(self, named: Tensors, ctx: ClientContext) -> Stage:
+    def step_stage(self, tensors: Tensors, ctx: ClientContext) -> Stage:
         """Records one local step of the tensors that `Fixed.tensors`, `Carry.tensors` and `Block.tensors` name."""
-        one = {name: value[:1] for name, value in named.items() if name.startswith("block.")}
-        return stage(self._recorded, {**named, **one}, ctx)
+        minibatch = {name: value[:1] for name, value in tensors.items() if name.startswith("block.")}
+        return stage(self._recorded, {**tensors, **minibatch}, ctx)
 
-    def _compare(self, record: Record, named: Tensors, ctx: ClientContext) -> None:
+    def _compare(self, record: Record, tensors: Tensors, ctx: ClientContext) -> None:
         """Compares a record with a new one: the first that is used in another round, and each in the last round.
 
         Raises:
@@ -82,7 +84,7 @@ class GraphedEngine(BatchedEngine):
         if ctx.t == record.compared or (self._compared and ctx.t + 1 < ctx.rounds):
             return
         self._compared, record.compared = True, ctx.t
-        self.check_alike(record.stage, self.step_stage(named, ctx))
+        self.check_alike(record.stage, self.step_stage(tensors, ctx))
 
     def check_alike(self, one: Stage, other: Stage) -> None:
         """Checks that two records of the same hooks are the same.
@@ -97,30 +99,30 @@ class GraphedEngine(BatchedEngine):
             "tensor on the objective itself, or use batched or sequential",
         )
 
-    def _record(self, known: Known, named: Tensors, ctx: ClientContext) -> Record:
-        """Records one step; compiled it is as many steps as ``named`` has minibatches."""
-        step = self.step_stage(named, ctx)
-        simplified(step.graph, not self.compile and named["w"].device.type == "cpu", known)
+    def _record(self, known: Known, tensors: Tensors, ctx: ClientContext) -> Record:
+        """Records one step; compiled it is as many steps as ``tensors`` has minibatches."""
+        step = self.step_stage(tensors, ctx)
+        simplified(step.graph, not self.compile and tensors["w"].device.type == "cpu", known)
         if self.compile:
-            steps, tensors = [("t", step)] * len(named["block.y"]), [named[name] for name in step.inputs]
-            program, held = Program.of(composed(steps, step.inputs, step.outputs), tensors)
+            steps, inputs = [("t", step)] * len(tensors["block.y"]), [tensors[name] for name in step.inputs]
+            program, held = Program.of(composed(steps, step.inputs, step.outputs), inputs)
             replay: Replay = partial(compiled(program), *held)
         else:
             replay = called_directly(step.graph).forward
-        replay = CudaGraph(replay) if named["w"].is_cuda else partial(loop, replay)
+        replay = CudaGraph(replay) if tensors["w"].is_cuda else partial(loop, replay)
         return Record(step, replay, ctx.t)
 
-    def _recorded(self, named: Tensors, ctx: ClientContext) -> Tensors:
+    def _recorded(self, tensors: Tensors, ctx: ClientContext) -> Tensors:
         """Takes a local step with named tensors; returns those that it changes."""
-        with self.using(below("settings", named)):
-            fixed = self.fixed_of(named, ctx)
-            return super().steps(Carry.of(named), Block.of(named), fixed, below("settings", named)).tensors()
+        with self.using(below("settings", tensors)):
+            fixed = self.fixed_of(tensors, ctx)
+            return super().steps(Carry.of(tensors), Block.of(tensors), fixed, below("settings", tensors)).tensors()
 
-    def fixed_of(self, named: Tensors, ctx: ClientContext) -> Fixed:
+    def fixed_of(self, tensors: Tensors, ctx: ClientContext) -> Fixed:
         """Returns the arguments whose `Fixed.tensors` these are; hooks cannot draw."""
-        received = State(below("received", named))
-        teachers, constants = (tuple(below(name, named).values()) for name in ("teacher", "constant"))
-        start = named.get("start", received.w)
+        received = State(below("received", tensors))
+        teachers, constants = (tuple(below(name, tensors).values()) for name in ("teacher", "constant"))
+        start = tensors.get("start", received.w)
         ctx = self.without_draws(ctx)
         take = self.objective.optimizer.begin(self.objective.flat, start)
         return Fixed(received, start, teachers, constants, ctx, take)
@@ -130,14 +132,14 @@ class GraphedEngine(BatchedEngine):
         return replace(ctx, draws=Draws([], self.net.device, True, REFUSED))
 
 
-def known_of(named: Tensors) -> Known:
+def known_of(tensors: Tensors) -> Known:
     """Returns what is known of the minibatches ``block.*``: whether all clients take part, and labels are masked.
 
-    Of a GPU nothing is known, which would have to be waited for.
+    Of tensors on a GPU nothing is known: the host would have to wait for them.
     """
-    active, y = named["block.active"], named["block.y"]
+    active, y = tensors["block.active"], tensors["block.y"]
     if active.device.type != "cpu":
         return {}
     known = {"block.active": (1.0, 1.0)} if bool(active.all()) else {}
-    whole = not y.is_floating_point() and y.numel() and bool(y.min() >= 0)
-    return {**known, "block.y": (0.0, math.inf)} if whole else known
+    unmasked = not y.is_floating_point() and y.numel() and bool(y.min() >= 0)
+    return {**known, "block.y": (0.0, math.inf)} if unmasked else known

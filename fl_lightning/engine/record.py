@@ -115,9 +115,9 @@ def _value(x: Any) -> Callable[[int], Any]:
 
 def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[RecordedRound, Any], bool]:
     def guarded(self: RecordedRound, other: Any) -> bool:
-        one, two = self.value, _value(other)
-        outcome = compare(one(self.of.t), two(self.of.t))
-        self.of.guards.append(lambda t: compare(one(t), two(t)) is outcome)
+        left, right = self.value, _value(other)
+        outcome = compare(left(self.of.t), right(self.of.t))
+        self.of.guards.append(lambda t: compare(left(t), right(t)) is outcome)
         return outcome
 
     return guarded
@@ -130,8 +130,8 @@ def _arithmetic(operation: Callable[[Any, Any], Any], swapped: bool) -> Callable
             if operation is operator.truediv and not swapped:  # as torch divides a number by a tensor
                 return other.reciprocal() * number
             return operation(other, number) if swapped else operation(number, other)
-        one, two = (_value(other), self.value) if swapped else (self.value, _value(other))
-        return RecordedRound(self.of, lambda t: operation(one(t), two(t)))
+        left, right = (_value(other), self.value) if swapped else (self.value, _value(other))
+        return RecordedRound(self.of, lambda t: operation(left(t), right(t)))
 
     return recorded
 
@@ -163,25 +163,25 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if UNRECORDED.get():
             return func(*args, **(kwargs or {}))
-        fresh, given = func is aten.lift_fresh.default, (args, kwargs or {})
-        ensure(not any(isinstance(x, torch.Generator) for x in tree_leaves(given)), REFUSED)
+        fresh, arguments = func is aten.lift_fresh.default, (args, kwargs or {})
+        ensure(not any(isinstance(x, torch.Generator) for x in tree_leaves(arguments)), REFUSED)
         func = aten.lift_fresh_copy.default if fresh else func  # else what is written into it stays in the record
-        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         known = [self._nodes[x].meta["constant"] for x in tensors if x in self._nodes]
         if not all(known) and torch.Tag.data_dependent_output in func.tags:
             raise RuntimeError(DEPENDS)
         if torch.Tag.dynamic_output_shape in func.tags:  # Python sees the shape
             masks = [x for x in tensors[1:] if x.dtype == torch.bool]
             self.look_at(masks if func is aten.index.Tensor else tensors)
-        out = func(*given[0], **given[1])
-        node = self.graph.call_function(func, *tree_map_only(Tensor, self._node_of, given))
+        out = func(*arguments[0], **arguments[1])
+        node = self.graph.call_function(func, *tree_map_only(Tensor, self._node_of, arguments))
         # torch.tensor(number), and what is computed with it
         constant = fresh or (any(known) and all(known) and torch.Tag.nondeterministic_seeded not in func.tags)
         several = isinstance(out, tuple | list)
         for i, value in enumerate(out if several else [out]):
             if isinstance(value, Tensor):
-                self._nodes[value] = of = self.graph.call_function(getitem, (node, i)) if several else node
-                of.meta = {**form(value), "constant": constant and value.numel() == 1}
+                self._nodes[value] = value_node = self.graph.call_function(getitem, (node, i)) if several else node
+                value_node.meta = {**form(value), "constant": constant and value.numel() == 1}
         return out
 
     def look_at(self, values: Iterable[Tensor]) -> None:
@@ -194,7 +194,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         while nodes:
             if (node := nodes.pop()).op == "placeholder":
                 raise RuntimeError(DEPENDS)
-            nodes += [of for of in node.all_input_nodes if of not in seen]
+            nodes += [argument for argument in node.all_input_nodes if argument not in seen]
             seen |= {*node.all_input_nodes}
 
     def _node_of(self, value: Tensor) -> Node:
@@ -251,27 +251,27 @@ class Stage(NamedTuple):
     outputs: Sequence[str]
 
 
-def stage(function: Callable[[Tensors, ClientContext], Tensors], named: Tensors, ctx: ClientContext) -> Stage:
+def stage(function: Callable[[Tensors, ClientContext], Tensors], tensors: Tensors, ctx: ClientContext) -> Stage:
     """Records a function of named tensors to named tensors; ``ctx.<attribute>`` are inputs as well.
 
     Args:
         function: A function of the tensors, and of the context that contains them.
-        named: The tensors; ``t`` are the numbers that `Numbers` has as inputs.
+        tensors: The tensors; ``t`` are the numbers that `Numbers` has as inputs.
         ctx: The context.
     """
-    numbers, cached = Numbers(ctx.t, named["t"]), torch.is_autocast_cache_enabled()
-    columns = {name.removeprefix("ctx."): v for name, v in named.items() if name.startswith("ctx.")}
-    now = replace(ctx, t=RecordedRound(numbers), **columns)  # type: ignore[arg-type]
-    recording = Recording(named)
+    numbers, cached = Numbers(ctx.t, tensors["t"]), torch.is_autocast_cache_enabled()
+    columns = {name.removeprefix("ctx."): v for name, v in tensors.items() if name.startswith("ctx.")}
+    context = replace(ctx, t=RecordedRound(numbers), **columns)  # type: ignore[arg-type]
+    recording = Recording(tensors)
     torch.set_autocast_cache_enabled(False)  # what it has cast before is no input
     try:
         with recording, Looks(recording):
-            outputs = function(named, now)
+            outputs = function(tensors, context)
     finally:
         torch.set_autocast_cache_enabled(cached)
     graph = recording.recorded(outputs.values())
     held = [attrgetter(node.target)(graph) for node in graph.graph.find_nodes(op="get_attr")]
-    return Stage(numbers, graph, (graph.code, held), [*named], [*outputs])
+    return Stage(numbers, graph, (graph.code, held), [*tensors], [*outputs])
 
 
 def composed(stages: Sequence[tuple[str, Stage]], inputs: Sequence[str], outputs: Sequence[str]) -> GraphModule:
@@ -287,11 +287,11 @@ def composed(stages: Sequence[tuple[str, Stage]], inputs: Sequence[str], outputs
     values = {name: program.placeholder(re.sub(r"\W", "_", name)) for name in inputs}
     for name, value in values.items():
         value.meta["name"] = name
-    for t, each in stages:
-        nodes, row = each.graph.graph.nodes, used.get(id(each), 0)
-        used[id(each)] = row + 1
+    for t, stage in stages:
+        nodes, row = stage.graph.graph.nodes, used.get(id(stage), 0)
+        used[id(stage)] = row + 1
         known = dict[Node, Node]()
-        for name, node in zip(each.inputs, [n for n in nodes if n.op == "placeholder"], strict=True):
+        for name, node in zip(stage.inputs, [n for n in nodes if n.op == "placeholder"], strict=True):
             value = values[t if name == "t" else name]
             if name.startswith("block."):
                 value = program.call_function(aten.slice.Tensor, (value, 0, row, row + 1))
@@ -300,12 +300,12 @@ def composed(stages: Sequence[tuple[str, Stage]], inputs: Sequence[str], outputs
             known[node] = value
         for node in nodes:
             if node.op == "get_attr":
-                name = f"of_{[*used].index(id(each))}_{node.target}".replace(".", "_")
-                setattr(root, name, attrgetter(node.target)(each.graph))
+                name = f"of_{[*used].index(id(stage))}_{node.target}".replace(".", "_")
+                setattr(root, name, attrgetter(node.target)(stage.graph))
                 known[node] = program.get_attr(name)
                 known[node].meta = {**node.meta}
-        found: Any = program.graph_copy(each.graph.graph, known)
-        values |= dict(zip(each.outputs, found, strict=True))
+        returned: Any = program.graph_copy(stage.graph.graph, known)
+        values |= dict(zip(stage.outputs, returned, strict=True))
     program.output(tuple(values[name] for name in outputs))
     return GraphModule(root, program)
 

@@ -72,7 +72,7 @@ class RoundRecord:
 
     def serves(self, t: int, known: Known) -> bool:
         """Returns whether the record serves for round ``t``, of whose minibatches this is known."""
-        return self.known == known and all(each.numbers.hold(t) for each in self.stages.values())
+        return self.known == known and all(stage.numbers.hold(t) for stage in self.stages.values())
 
 
 class RecordedRounds(Rounds):
@@ -110,7 +110,7 @@ class RecordedRounds(Rounds):
             return
         numbers = to_device(
             [
-                [each.numbers.at(ctx.t) for each in record.stages.values()]
+                [stage.numbers.at(ctx.t) for stage in record.stages.values()]
                 for ctx, record in zip(contexts, records, strict=True)
             ],
             server.w.device,
@@ -118,15 +118,15 @@ class RecordedRounds(Rounds):
         )
         n = [len(drawn.clients) for drawn in rounds]
         places = torch.split(table.places([k for drawn in rounds for k in drawn.clients]), n)
-        each = zip(rounds, records, arrays, contexts, numbers.unbind(), places, strict=True)
-        for drawn, record, named, ctx, inputs, where in each:
-            started, values = time.perf_counter(), {**named, **prefixed("server", server)}
-            rows, values["met"] = table.take(named["places"])
+        per_round = zip(rounds, records, arrays, contexts, numbers.unbind(), places, strict=True)
+        for drawn, record, tensors, ctx, inputs, positions in per_round:
+            started, values = time.perf_counter(), {**tensors, **prefixed("server", server)}
+            rows, values["met"] = table.take(tensors["places"])
             values |= {**prefixed("row", rows), **prefixed("t", dict(zip(record.stages, inputs.unbind(), strict=True)))}
             self._replay(drawn, record, values, ctx)
             server = State({name: values[f"server.{name}"] for name in server})
-            table.put(where, {name: v[: len(where)] for name, v in below("row", values).items()})
-            bits = drawn.receivers * record.bits[0] + len(where) * record.bits[1]
+            table.put(positions, {name: v[: len(positions)] for name, v in below("row", values).items()})
+            bits = drawn.receivers * record.bits[0] + len(positions) * record.bits[1]
             yield Trained(server, values["numbers"], bits, time.perf_counter() - started)
 
     def _arrays(
@@ -137,25 +137,25 @@ class RecordedRounds(Rounds):
         n = [len(share.clients) for share in shares]
         width, device, by_class = self.engine.widened(max(n)), w.device, self.objective.uses_class_counts
         self._most = max(self._most, *(len(drawn.clients) for drawn in rounds))
-        most = width if self.fabric.world_size == 1 else self._most
+        cohort_width = width if self.fabric.world_size == 1 else self._most
         padded = [share.padded(width) for share in shares]
         columns = [[[getattr(ctx, name) for ctx in share.contexts] for name in COLUMNS] for share in padded]
         samples = [float(sum(ctx.n_k for ctx in drawn.contexts)) for drawn in rounds]
-        counts = [[ctx.n_k for ctx in drawn.padded(most).contexts] for drawn in rounds]
-        there = [[place < len(drawn.clients) for place in range(most)] for drawn in rounds]
+        counts = [[ctx.n_k for ctx in drawn.padded(cohort_width).contexts] for drawn in rounds]
+        masks = [[place < len(drawn.clients) for place in range(cohort_width)] for drawn in rounds]
         places = table.places([k for share in padded for k in share.clients]).view(len(padded), width)
         return [
             {
-                "places": where,
-                "samples": samples_of,
-                "n_k": counts_of,
+                "places": positions,
+                "samples": total,
+                "n_k": sizes,
                 "k_lr": k_lr,
-                **{f"ctx.{name}": column for name, column in zip(COLUMNS, its.unbind(), strict=True)},
+                **{f"ctx.{name}": column for name, column in zip(COLUMNS, attributes.unbind(), strict=True)},
                 **block.tensors(),
                 **({"ctx.class_counts": self.class_counts(share, minibatches.source, w)} if by_class else {}),
-                **({} if len(drawn.clients) == most else {"there": own}),
+                **({} if len(drawn.clients) == cohort_width else {"there": mask}),
             }
-            for drawn, share, where, samples_of, counts_of, k_lr, its, block, own in zip(
+            for drawn, share, positions, total, sizes, k_lr, attributes, block, mask in zip(
                 rounds,
                 padded,
                 places.unbind(),
@@ -164,7 +164,7 @@ class RecordedRounds(Rounds):
                 to_device([k_lr_sums(drawn.contexts) for drawn in rounds], device, w.dtype).unbind(),
                 to_device(columns, device, w.dtype)[..., None].unbind(),
                 minibatches.blocks(n, width),
-                to_device(there, device)[..., None].unbind(),
+                to_device(masks, device)[..., None].unbind(),
                 strict=True,
             )
         ]
@@ -178,71 +178,72 @@ class RecordedRounds(Rounds):
         first = {n: v for n, v in {**arrays[0], **state}.items() if n != "there"}
         shapes = tuple((n, v.shape[n[:6] == "block." :], v.dtype) for n, v in first.items())
         objects = self.objective.configured
-        known = self._records.setdefault((shapes, plain_settings(objects, []), contexts[0].rounds, contexts[0].m), [])
+        cached = self._records.setdefault((shapes, plain_settings(objects, []), contexts[0].rounds, contexts[0].m), [])
         if len(self._records) > self.KEPT:
             del self._records[next(iter(self._records))]
-        found, before, self._programs = list[RoundRecord](), len(known), self._programs + 1
+        records, cached_before, self._programs = list[RoundRecord](), len(cached), self._programs + 1
         try:
-            for ctx, named in zip(contexts, arrays, strict=True):
-                facts = {**known_of(named), **({"there": (0.0, 1.0)} if "there" in named else {})}
-                record = next((each for each in known if each.serves(ctx.t, facts)), None)
+            for ctx, tensors in zip(contexts, arrays, strict=True):
+                facts = {**known_of(tensors), **({"there": (0.0, 1.0)} if "there" in tensors else {})}
+                record = next((candidate for candidate in cached if candidate.serves(ctx.t, facts)), None)
                 if record is None:
-                    if len(known) == before + self.MOST:
+                    if len(cached) == cached_before + self.MOST:
                         return self._refuse()
-                    known.append(record := self._record({**named, **state}, ctx, facts))
-                found.append(record)
+                    cached.append(record := self._record({**tensors, **state}, ctx, facts))
+                records.append(record)
             last = {**arrays[-1], **state}
-            changed = self._changed(found[-1], last, contexts[-1]) if self._programs in self.COMPARED else []
+            changed = self._changed(records[-1], last, contexts[-1]) if self._programs in self.COMPARED else []
         except Exception:  # of hooks: if the mistake is theirs, they raise it when they are called as they are
             return self._refuse()
         if changed and self._programs == 1:
             return self._refuse()
-        for one, now in changed:
-            self.engine.check_alike(one, now)
+        for old, new in changed:
+            self.engine.check_alike(old, new)
         self.engine.record_of(
-            {**found[-1].example, **prefixed("block", below("block", last))}, contexts[-1], check=True
+            {**records[-1].example, **prefixed("block", below("block", last))}, contexts[-1], check=True
         )
-        return found
+        return records
 
-    def _changed(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> list[tuple[Stage, Stage]]:
-        """Returns the stages around the steps that are not what they are now, and these."""
-        pairs = ((record.stages[name], now) for name, now in self._around(named, ctx)[0].items())
-        return [(one, now) for one, now in pairs if not alike(one, now)]
+    def _changed(self, record: RoundRecord, tensors: Tensors, ctx: ClientContext) -> list[tuple[Stage, Stage]]:
+        """Returns the stages around the steps that have changed, each with the new one."""
+        pairs = ((record.stages[name], new) for name, new in self._around(tensors, ctx)[0].items())
+        return [(old, new) for old, new in pairs if not alike(old, new)]
 
     def _refuse(self) -> list[RoundRecord]:
         """Trains all rounds to come as in `Rounds`."""
         self._refused = True
         return []
 
-    def _record(self, named: Tensors, ctx: ClientContext, facts: Known) -> RoundRecord:
-        stages, example = self._around(named, ctx)
+    def _record(self, tensors: Tensors, ctx: ClientContext, facts: Known) -> RoundRecord:
+        stages, example = self._around(tensors, ctx)
         first = {"send": stages["send"], "step": self.engine.record_of(example, ctx).stage}
         return RoundRecord({**first, **stages}, example, self._bits, facts)
 
-    def _around(self, named: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
+    def _around(self, tensors: Tensors, ctx: ClientContext) -> tuple[dict[str, Stage], Tensors]:
         """Records what comes before and after the local steps of a round; returns it, and inputs of the steps.
 
         Raises:
             UserError: If hooks set attributes of their objects, which a record would not do; they are as before.
         """
-        columns, t = prefixed("ctx", below("ctx", named)), {"t": named["samples"].new_zeros(Numbers.MOST)}
-        server, rows = (prefixed(name, below(name, named)) for name in ("server", "row"))
+        columns, t = prefixed("ctx", below("ctx", tensors)), {"t": tensors["samples"].new_zeros(Numbers.MOST)}
+        server, rows = (prefixed(name, below(name, tensors)) for name in ("server", "row"))
         objects = self.objective.configured
-        first = {**server, **rows, "met": named["met"], **columns, **t}
+        first = {**server, **rows, "met": tensors["met"], **columns, **t}
         with contents_kept(objects):  # even a cache may hold what was recorded
             watched = Watched(objects)
             send = stage(self._send, first, ctx)
             sent = self._outputs(send, first)
-            finish = stage(self._finish, own := {**sent, **columns, **t}, ctx)
+            finish = stage(self._finish, inputs := {**sent, **columns, **t}, ctx)
             results = {
-                name: v[:1].expand(len(named["n_k"]), *v.shape[1:]) for name, v in self._outputs(finish, own).items()
+                name: v[:1].expand(len(tensors["n_k"]), *v.shape[1:])
+                for name, v in self._outputs(finish, inputs).items()
             }
-            of_all = {name: named[name] for name in ("samples", "n_k", "k_lr", "there") if name in named}
+            cohort = {name: tensors[name] for name in ("samples", "n_k", "k_lr", "there") if name in tensors}
             received = prefixed("received", below("received", sent))
-            receive = stage(self._receive, {**server, **received, **results, **t, **of_all}, ctx)
+            receive = stage(self._receive, {**server, **received, **results, **t, **cohort}, ctx)
             changed = {name for _, name in (*watched.changed(), *watched.added())}
         ensure(not changed, f"hooks set {', '.join(sorted(changed))}")
-        blocks = prefixed("block", below("block", named))
+        blocks = prefixed("block", below("block", tensors))
         return {"send": send, "finish": finish, "receive": receive}, {**sent, **columns, **t, **blocks}
 
     def _replay(self, drawn: Drawn, record: RoundRecord, values: dict[str, Tensor], ctx: ClientContext) -> None:
@@ -257,9 +258,9 @@ class RecordedRounds(Rounds):
                 values.update(self.together(drawn, results, len(values["n_k"])))
             last.update(values)
 
-    def _pieces(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> Sequence[Piece]:
+    def _pieces(self, record: RoundRecord, tensors: Tensors, ctx: ClientContext) -> Sequence[Piece]:
         """Returns what replays a record with as many local steps as there are minibatches."""
-        steps, order = len(named["block.y"]), {name: [(f"t.{name}", each)] for name, each in record.stages.items()}
+        steps, order = len(tensors["block.y"]), {name: [(f"t.{name}", stage)] for name, stage in record.stages.items()}
         if steps not in record.pieces:
             if self.engine.compile or steps > self.engine.UNROLLED:
                 parts = [order["send"], [], order["finish"], order["receive"]]
@@ -267,27 +268,27 @@ class RecordedRounds(Rounds):
                 local = [*order["send"], *order["step"] * steps, *order["finish"]]
                 parts = [[*local, *order["receive"]]] if self.fabric.world_size == 1 else [local, order["receive"]]
             record.pieces[steps] = [
-                self._piece(record, part) if part else self._steps(record, named, ctx) for part in parts
+                self._piece(record, part) if part else self._steps(record, tensors, ctx) for part in parts
             ]
         return record.pieces[steps]
 
     def _piece(self, record: RoundRecord, part: Sequence[tuple[str, Stage]]) -> Piece:
         """Returns the replay of stages one after another; it returns what later stages need."""
         inputs, outputs = dict[str, None](), dict[str, None]()
-        for t, each in part:
-            names = [t if name == "t" else name for name in each.inputs]
+        for t, recorded in part:
+            names = [t if name == "t" else name for name in recorded.inputs]
             inputs |= dict.fromkeys(name for name in names if name not in outputs)
-            outputs |= dict.fromkeys(each.outputs)
+            outputs |= dict.fromkeys(recorded.outputs)
         stages = [*record.stages.values()]
         later = stages[stages.index(part[-1][1]) + 1 :]
-        needed = {name for each in later for name in each.inputs} or {*stages[-1].outputs}
+        needed = {name for stage in later for name in stage.inputs} or {*stages[-1].outputs}
         kept = [name for name in outputs if name in needed]
-        whole = composed(part, [*inputs], kept)
-        return Piece([*inputs], kept, called_directly(simplified(whole, known=record.known)).forward)
+        graph = composed(part, [*inputs], kept)
+        return Piece([*inputs], kept, called_directly(simplified(graph, known=record.known)).forward)
 
-    def _steps(self, record: RoundRecord, named: Tensors, ctx: ClientContext) -> Piece:
+    def _steps(self, record: RoundRecord, tensors: Tensors, ctx: ClientContext) -> Piece:
         """Returns the replay of the local steps of single rounds."""
-        blocks = {name: v for name, v in named.items() if name.startswith("block.")}
+        blocks = {name: v for name, v in tensors.items() if name.startswith("block.")}
         step, unroll = (
             self.engine.record_of({**record.example, **blocks}, ctx),
             self.engine.unrolled(len(blocks["block.y"])),
@@ -300,37 +301,37 @@ class RecordedRounds(Rounds):
 
         return Piece(["t.step" if n == "t" else n for n in step.stage.inputs], step.stage.outputs, steps)
 
-    def _send(self, named: Tensors, ctx: ClientContext) -> Tensors:
-        """`send` with named tensors."""
+    def _send(self, tensors: Tensors, ctx: ClientContext) -> Tensors:
+        """Calls `send` with named tensors."""
         ctx = self.engine.without_draws(ctx)
-        _, carry, fixed = self.send(State(below("server", named)), below("row", named), named["met"], ctx)
-        given = {name: v for name, v in fixed.tensors().items() if not name.startswith("ctx.")}
+        _, carry, fixed = self.send(State(below("server", tensors)), below("row", tensors), tensors["met"], ctx)
+        arguments = {name: v for name, v in fixed.tensors().items() if not name.startswith("ctx.")}
         carry = replace(carry, w=carry.w.contiguous()) if self.engine.compile else carry  # as in single rounds
-        return {**carry.tensors(), **given}
+        return {**carry.tensors(), **arguments}
 
-    def _finish(self, named: Tensors, ctx: ClientContext) -> Tensors:
-        """`finish` with named tensors."""
-        return self.finish(Carry.of(named), self.engine.fixed_of(named, ctx))
+    def _finish(self, tensors: Tensors, ctx: ClientContext) -> Tensors:
+        """Calls `finish` with named tensors."""
+        return self.finish(Carry.of(tensors), self.engine.fixed_of(tensors, ctx))
 
-    def _receive(self, named: Tensors, ctx: ClientContext) -> Tensors:
-        """`receive` with named tensors."""
-        counts, there, width = named["n_k"], named.get("there"), len(named["n_k"])
-        n = width if there is None else there.sum(dtype=named["samples"].dtype)
-        counts = counts if there is None else torch.where(there, counts, 0)
+    def _receive(self, tensors: Tensors, ctx: ClientContext) -> Tensors:
+        """Calls `receive` with named tensors."""
+        counts, present, width = tensors["n_k"], tensors.get("there"), len(tensors["n_k"])
+        n = width if present is None else present.sum(dtype=tensors["samples"].dtype)
+        counts = counts if present is None else torch.where(present, counts, 0)
 
         def average(upload: Tensors) -> Uploads:
             rows = {name: upload[name] for name in self.objective.wire[1]}
-            return Uploads.of_rows(self.objective.weighting, rows, counts, n, named["samples"], named["k_lr"])
+            return Uploads.of_rows(self.objective.weighting, rows, counts, n, tensors["samples"], tensors["k_lr"])
 
-        server, sent = (State(below(name, named)) for name in ("server", "received"))
-        after, rows, numbers, (down, up) = self.receive(server, sent, ctx, named, average, there)
+        server, sent = (State(below(name, tensors)) for name in ("server", "received"))
+        after, rows, numbers, (down, up) = self.receive(server, sent, ctx, tensors, average, present)
         self._bits = down, up // width
         return {**prefixed("server", after), **prefixed("row", rows), "numbers": numbers}
 
-    def _outputs(self, of: Stage, named: Tensors) -> Tensors:
+    def _outputs(self, stage: Stage, tensors: Tensors) -> Tensors:
         """Returns the outputs of a stage by name."""
         with torch.no_grad():
-            return dict(zip(of.outputs, of.graph(*named.values()), strict=True))
+            return dict(zip(stage.outputs, stage.graph(*tensors.values()), strict=True))
 
 
 def rounds_of(engine: BatchedEngine, w0: Tensor, seed: int, fabric: Fabric) -> Rounds:

@@ -52,23 +52,23 @@ class Records:
     def __init__(self) -> None:
         self._records: dict[Any, Record] = {}
 
-    def find(self, named: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make) -> Record:
-        """Returns the result of ``make(named, ctx)`` for these tensors, settings and round, cached if possible."""
-        key = (*((n, v.shape, v.dtype) for n, v in named.items()), settings, ctx.rounds, ctx.m, ctx.phase)
-        found = self._records.get(key)
-        if found is None or not found.stage.numbers.hold(ctx.t):
+    def find(self, tensors: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make) -> Record:
+        """Returns the result of ``make(tensors, ctx)`` for these tensors, settings and round, cached if possible."""
+        key = (*((n, v.shape, v.dtype) for n, v in tensors.items()), settings, ctx.rounds, ctx.m, ctx.phase)
+        record = self._records.get(key)
+        if record is None or not record.stage.numbers.hold(ctx.t):
             self._records.pop(key, None)
             if len(self._records) >= self.KEPT:
                 del self._records[next(iter(self._records))]
-            self._records[key] = found = make(named, ctx)
-        return found
+            self._records[key] = record = make(tensors, ctx)
+        return record
 
 
 def plain_settings(parts: Iterable[object], inputs: Iterable[Tensor]) -> tuple[Any, ...]:
     """Returns the plain attributes of objects on which a record depends, without those that are its inputs."""
-    given = {id(value) for value in inputs}
+    input_ids = {id(value) for value in inputs}
     values = [value for part in parts if part is not None for value in vars(part).values()]
-    return tuple(value for value in values if _is_plain(value) and id(value) not in given)
+    return tuple(value for value in values if _is_plain(value) and id(value) not in input_ids)
 
 
 def _is_plain(value: object) -> bool:
@@ -162,8 +162,8 @@ def _hold_numbers(step: GraphModule) -> None:
     """Makes numbers that a record computes with 0-d tensors of the result's dtype, to which torch rounds them, too."""
     for i, node in enumerate(step.graph.nodes):
         if node.target in TAKE_TENSORS and type(node.args[1]) is float:
-            given, value = node.args[0].meta["val"], node.meta["val"]
-            if given.dtype == value.dtype in (torch.float32, torch.float64):
+            operand, value = node.args[0].meta["val"], node.meta["val"]
+            if operand.dtype == value.dtype in (torch.float32, torch.float64):
                 step.register_buffer(
                     f"number_{i}", torch.tensor(node.args[1], dtype=value.dtype, device=node.meta["device"])
                 )
@@ -190,8 +190,8 @@ def loop(function: Replay, carried: Values, fixed: Values, steps: Values) -> Val
     Returns:
         The tensors that steps change, after the last step.
     """
-    for now in zip(*steps, strict=True):
-        carried = function(*carried, *fixed, *now)
+    for step in zip(*steps, strict=True):
+        carried = function(*carried, *fixed, *step)
     return carried
 
 
@@ -249,14 +249,14 @@ class CudaGraph:
         return tuple(v.clone() for v in captured.carried)  # the next steps overwrite the graph's memory
 
     def _capture(self, carried: Values, fixed: Values, steps: Values) -> Captured:
-        graph, at = torch.cuda.CUDAGraph(), torch.zeros(1, dtype=torch.int64, device=steps[0].device)
+        graph, counter = torch.cuda.CUDAGraph(), torch.zeros(1, dtype=torch.int64, device=steps[0].device)
         carried, fixed, steps = (tuple(v.clone() for v in values) for values in (carried, fixed, steps))
-        now = tuple(v[:1].clone() for v in steps)  # in the memory format of each
+        current = tuple(v[:1].clone() for v in steps)  # in the memory format of each
 
         def step() -> Values:
-            for buffer, one in zip(steps, now, strict=True):
-                torch.index_select(buffer, 0, at, out=one)
-            return self.function(*carried, *fixed, *(one[0] for one in now))
+            for buffer, row in zip(steps, current, strict=True):
+                torch.index_select(buffer, 0, counter, out=row)
+            return self.function(*carried, *fixed, *(row[0] for row in current))
 
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -264,14 +264,14 @@ class CudaGraph:
             for _ in range(self.WARM_UP):
                 step()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph, pool=graph_pool(at.device)[0], capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=graph_pool(counter.device)[0], capture_error_mode="thread_local"):
             values = step()
             memory = {v.untyped_storage().data_ptr() for v in carried}
-            apart = [v.clone() if v.untyped_storage().data_ptr() in memory else v for v in values]
-            for static, value in zip(carried, apart, strict=True):
+            outputs = [v.clone() if v.untyped_storage().data_ptr() in memory else v for v in values]
+            for static, value in zip(carried, outputs, strict=True):
                 static.copy_(value)
-            at += 1
-        return Captured(graph, at, carried, fixed, steps, now)
+            counter += 1
+        return Captured(graph, counter, carried, fixed, steps, current)
 
 
 @cache

@@ -57,17 +57,17 @@ class Drawn:
         """Returns the part of the round that a process trains."""
         if len(self.shares) == 1:
             return self
-        mine = self.shares[rank]
-        clients, contexts = [self.clients[p] for p in mine], [self.contexts[p] for p in mine]
+        positions = self.shares[rank]
+        clients, contexts = [self.clients[p] for p in positions], [self.contexts[p] for p in positions]
         return replace(self, clients=clients, contexts=contexts)
 
     def padded(self, width: int) -> Drawn:
         """Returns a round of ``width`` clients: its own, and the first one again."""
-        more = width - len(self.clients)
+        padding = width - len(self.clients)
         return replace(
             self,
-            clients=[*self.clients, *[self.clients[0]] * more],
-            contexts=[*self.contexts, *[self.contexts[0]] * more],
+            clients=[*self.clients, *[self.clients[0]] * padding],
+            contexts=[*self.contexts, *[self.contexts[0]] * padding],
         )
 
 
@@ -204,10 +204,10 @@ class Rounds:
         """Returns the first ``n`` rows of results of a round's clients, those of other processes included."""
         if self.fabric.world_size == 1:
             return {name: v[:n] for name, v in results.items()}
-        most = max(map(len, drawn.shares))
-        more = max(most - len(results["loss"]), 0)
-        rows = {name: torch.cat([v[:most], v.new_zeros(more, *v.shape[1:])]) for name, v in results.items()}
-        places = {p: most * rank + i for rank, share in enumerate(drawn.shares) for i, p in enumerate(share)}
+        widest = max(map(len, drawn.shares))
+        padding = max(widest - len(results["loss"]), 0)
+        rows = {name: torch.cat([v[:widest], v.new_zeros(padding, *v.shape[1:])]) for name, v in results.items()}
+        places = {p: widest * rank + i for rank, share in enumerate(drawn.shares) for i, p in enumerate(share)}
         order = to_device([places.get(p, 0) for p in range(n)], self.w0.device)
         return {name: _of_all_processes(self.fabric, v).index_select(0, order) for name, v in rows.items()}
 
@@ -246,8 +246,8 @@ class Rounds:
         """
         objective, clients = self.objective, len(met)
         sent = objective.begin_phase(server, _of_server(ctx))
-        at_first = {name for name, init in objective.client_inits().items() if isinstance(init, str) and init == "w"}
-        rows = {name: torch.where(met, v, sent.w) if name in at_first else v for name, v in rows.items()}
+        from_w = {name for name, init in objective.client_inits().items() if isinstance(init, str) and init == "w"}
+        rows = {name: torch.where(met, v, sent.w) if name in from_w else v for name, v in rows.items()}
         fresh = State.initial(objective.scratch_inits(), self.w0, sent.w)
         scratch = {name: v.expand(clients, *v.shape) for name, v in fresh.items()}
         return sent, *self.engine.begin(State({**rows, **scratch}), sent, ctx, sent.w.expand(clients, -1))
@@ -276,7 +276,7 @@ class Rounds:
         ctx: ClientContext,
         results: Tensors,
         average: Callable[[Upload], Uploads],
-        there: Tensor | None = None,
+        present: Tensor | None = None,
     ) -> tuple[State, dict[str, Tensor], Tensor, tuple[int, int]]:
         """Calls the hooks of the server after the last local step.
 
@@ -286,7 +286,7 @@ class Rounds:
             ctx: A context of the round.
             results: What `finish` returns of all clients.
             average: Averages uploads, ``(clients, ...)`` by name.
-            there: Which of the clients take part, ``(clients, 1)``; the uploads and states of the others are 0. None:
+            present: Which of the clients take part, ``(clients, 1)``; the uploads and states of the others are 0. None:
                 all.
 
         Returns:
@@ -295,18 +295,18 @@ class Rounds:
         """
         objective, n, loss = self.objective, len(results["loss"]), results["loss"]
         upload, state, logged = (below(group, results) for group in ("upload", "state", "log"))
-        if there is not None:
-            upload, state = ({k: torch.where(there, v, 0) for k, v in group.items()} for group in (upload, state))
+        if present is not None:
+            upload, state = ({k: torch.where(present, v, 0) for k, v in group.items()} for group in (upload, state))
         logs = Logs((*logged,))
-        now = replace(_of_server(ctx), logs=logs)
-        after = objective.finish_phase(server, sent, average(upload), now)
-        after = objective.finish_round(after, server, now)
+        server_ctx = replace(_of_server(ctx), logs=logs)
+        after = objective.finish_phase(server, sent, average(upload), server_ctx)
+        after = objective.finish_round(after, server, server_ctx)
         # infinity times 0 is NaN, which no sum loses
         zeros = [(v * 0).sum() for v in (*upload.values(), *state.values(), *after.values())]
-        of_server = [logs.row(name, 1, loss) for name in logs.names]
-        numbers = torch.cat([torch.stack(zeros).sum()[None].to(loss), loss, *logged.values(), *of_server])
-        kept = [objective.finish_client(State(row), after) for row in by_client(state, n)]
-        rows = {name: torch.stack([row[name] for row in kept]) for name in state}
+        server_logs = [logs.row(name, 1, loss) for name in logs.names]
+        numbers = torch.cat([torch.stack(zeros).sum()[None].to(loss), loss, *logged.values(), *server_logs])
+        states = [objective.finish_client(State(row), after) for row in by_client(state, n)]
+        rows = {name: torch.stack([row[name] for row in states]) for name in state}
         return after, rows, numbers.to(accumulator_dtype(loss.device)), self.bits(sent, upload, n)
 
     def bits(self, sent: State, upload: Upload, n: int) -> tuple[int, int]:
@@ -318,8 +318,8 @@ class Rounds:
     @property
     def bits_depend_on_values(self) -> bool:
         """Whether the bits of an upload may depend on its values, not only on its shape."""
-        alike = all(type(part).bits is Part.bits for part in self.objective.all_parts)
-        return not (alike and type(self.objective).bits is LocalObjective.bits)
+        inherited = all(type(part).bits is Part.bits for part in self.objective.all_parts)
+        return not (inherited and type(self.objective).bits is LocalObjective.bits)
 
 
 def _of_server(ctx: ClientContext) -> RoundContext:
@@ -327,8 +327,8 @@ def _of_server(ctx: ClientContext) -> RoundContext:
     return RoundContext(ctx.t, ctx.rounds, ctx.m, ctx.flat, ctx.phase)
 
 
-def _of_all_processes(fabric: Fabric, mine: Tensor) -> Tensor:
+def _of_all_processes(fabric: Fabric, rows: Tensor) -> Tensor:
     """Returns the rows of all processes, each of which has as many, contiguous."""
-    everything = [torch.empty_like(mine) for _ in range(fabric.world_size)]
-    dist.all_gather(everything, mine)
-    return torch.cat(everything)
+    gathered = [torch.empty_like(rows) for _ in range(fabric.world_size)]
+    dist.all_gather(gathered, rows)
+    return torch.cat(gathered)

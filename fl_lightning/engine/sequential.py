@@ -76,7 +76,7 @@ class SequentialEngine(Engine):
 
         return evaluate
 
-    def _check(self, what: str, value: Tensor, job: Job, step: int) -> None:
+    def _check(self, quantity: str, value: Tensor, job: Job, step: int) -> None:
         """Does nothing; `DebugEngine` checks a value here."""
 
 
@@ -96,10 +96,10 @@ class DebugEngine(SequentialEngine):
 
     name = "debug"
 
-    def _check(self, what: str, value: Tensor, job: Job, step: int) -> None:
+    def _check(self, quantity: str, value: Tensor, job: Job, step: int) -> None:
         if not bool(is_finite(value)):
             where = "" if value.numel() == 1 else f" (first in {self.objective.flat.not_finite(value)})"
             raise DivergenceError(
-                f"round {job.ctx.t + 1}, client {job.client}, local step {step + 1} of {job.ctx.K}: {what} is not "
+                f"round {job.ctx.t + 1}, client {job.client}, local step {step + 1} of {job.ctx.K}: {quantity} is not "
                 f"finite{where}; lower model.optimizer.lr or set model.optimizer.clip"
             )

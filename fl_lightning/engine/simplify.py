@@ -68,13 +68,13 @@ def simplified(graph: GraphModule, constants: bool = True, known: Known = NOTHIN
         node.meta["range"] = known.get(node.meta.get("name", ""))
     for node in () if writes else nodes:
         _shorten(node)
-        same = _constant(graph, node) or _product(graph, node) if constants else None
-        same = _chosen(graph, node) if same is None else same
-        same = _unchanged(node) if same is None else same
-        if same is None and _repeatable(node):  # as text, arguments differ that Python takes for equal: 0.0 and -0.0
-            same = seen.setdefault((node.target, f"{node.args} {node.kwargs}"), node)
-        if same is not None and same is not node:
-            node.replace_all_uses_with(same)
+        twin = _constant(graph, node) or _product(graph, node) if constants else None
+        twin = _chosen(graph, node) if twin is None else twin
+        twin = _unchanged(node) if twin is None else twin
+        if twin is None and _repeatable(node):  # as text, arguments differ that Python takes for equal: 0.0 and -0.0
+            twin = seen.setdefault((node.target, f"{node.args} {node.kwargs}"), node)
+        if twin is not None and twin is not node:
+            node.replace_all_uses_with(twin)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
@@ -95,28 +95,28 @@ def called_directly(graph: GraphModule) -> GraphModule:
 
 def _shorten(node: Node) -> None:
     """Lets a node skip the one before it, where a row of a slice, or a view of a view, is one of the whole."""
-    of: Any = node.args[0] if node.args else None
-    if not isinstance(of, Node):
+    source: Any = node.args[0] if node.args else None
+    if not isinstance(source, Node):
         return
-    if node.target is getitem and of.target is aten.unbind.int and of.args[1:] in ((), (0,)):
-        rows, row = of.args[0], node.args[1]
+    if node.target is getitem and source.target is aten.unbind.int and source.args[1:] in ((), (0,)):
+        rows, row = source.args[0], node.args[1]
     elif node.target is aten.select.int and node.args[1] == 0:
-        rows, row = of, node.args[2]
+        rows, row = source, node.args[2]
     else:
         rows = row = None
     if row == 0 and isinstance(rows, Node) and rows.target is aten.slice.Tensor and rows.args[1] == 0:
         node.target, node.args = aten.select.int, (rows.args[0], 0, rows.args[2])
-    elif {node.target, of.target} <= RESHAPES:
-        whole: Any = of.args[0]
-        value, base = node.meta.get("val"), whole.meta.get("val")
+    elif {node.target, source.target} <= RESHAPES:
+        origin: Any = source.args[0]
+        value, base = node.meta.get("val"), origin.meta.get("val")
         if isinstance(value, Tensor) and isinstance(base, Tensor) and _is_view(base, value):
-            node.target, node.args = aten.view.default, (whole, [*value.shape])
+            node.target, node.args = aten.view.default, (origin, [*value.shape])
 
 
-def _is_view(whole: Tensor, value: Tensor) -> bool:
+def _is_view(base: Tensor, value: Tensor) -> bool:
     """Returns whether a tensor is what `view` returns of another one."""
     try:
-        return whole.view(value.shape).stride() == value.stride()
+        return base.view(value.shape).stride() == value.stride()
     except RuntimeError:  # its memory has gaps
         return False
 
@@ -172,10 +172,10 @@ def _chosen(graph: GraphModule, node: Node) -> Node | None:
     return chosen if isinstance(chosen, Node) and _form(chosen) == _form(node) != () else None
 
 
-def _filled(graph: GraphModule, of: object) -> Any:
+def _filled(graph: GraphModule, node: object) -> Any:
     """Returns the value that a constant of the record has everywhere; None: it is no such constant."""
-    if isinstance(of, Node) and of.op == "get_attr" and str(of.target).startswith("constant_"):
-        values = getattr(graph, str(of.target))
+    if isinstance(node, Node) and node.op == "get_attr" and str(node.target).startswith("constant_"):
+        values = getattr(graph, str(node.target))
         return values.flatten()[0].item() if values.numel() else None
     return None
 
@@ -192,23 +192,23 @@ def _product(graph: GraphModule, node: Node) -> Node | None:
     """Returns the other factor of a product with ones."""
     if node.target not in (aten.mul.Scalar, aten.mul.Tensor):
         return None
-    one, two = node.args
-    for factor, other in ((one, two), (two, one)):
+    left, right = node.args
+    for factor, other in ((left, right), (right, left)):
         if (factor == 1 or _filled(graph, factor) == 1) and isinstance(other, Node):
-            has, needs = _form(other), _form(node)
-            same = has == needs != ()
-            return other if same or (has[:2] == needs[:2] and _serves(_empty(other), node)) else None
+            form, node_form = _form(other), _form(node)
+            same_form = form == node_form != ()
+            return other if same_form or (form[:2] == node_form[:2] and _serves(_empty(other), node)) else None
     return None
 
 
-def _serves(value: Tensor, instead: Node) -> bool:
+def _serves(value: Tensor, node: Node) -> bool:
     """Returns whether what uses a node has the same results with a value of the same numbers and other strides."""
-    for user in instead.users:
-        given = [value if x is instead else _empty(x) for x in user.args]
+    for user in node.users:
+        arguments = [value if x is node else _empty(x) for x in user.args]
         if user.target not in RESHAPES | LINEAR:
             return False
         try:
-            result = user.target(*given)  # type: ignore[operator]
+            result = user.target(*arguments)  # type: ignore[operator]
         except RuntimeError:  # a view of memory that has gaps
             return False
         if user.target in LINEAR and (result.dtype, result.shape, result.stride()) != _form(user):
@@ -226,13 +226,13 @@ def _empty(x: Any) -> Any:
 
 def _unchanged(node: Node) -> Node | None:
     """Returns the node whose result this one returns as it is, if there is one."""
-    of, *arguments = node.args or (None,)
-    if not isinstance(of, Node):
+    source, *arguments = node.args or (None,)
+    if not isinstance(source, Node):
         return None
-    if node.target in VIEWS and _form(node) == _form(of) != ():
-        return of
-    if node.target is of.target is aten.transpose.int and {*of.args[1:]} == {*arguments}:
-        return of.args[0]  # type: ignore[return-value]
+    if node.target in VIEWS and _form(node) == _form(source) != ():
+        return source
+    if node.target is source.target is aten.transpose.int and {*source.args[1:]} == {*arguments}:
+        return source.args[0]  # type: ignore[return-value]
     return None
 
 

@@ -55,12 +55,12 @@ class BiSeNetV2(Checked, nn.Module, key="model.net"):
                 nn.init.zeros_(module.get_parameter("conv2.1.weight"))  # a layer starts as its shortcut
         if pretrained is not None:
             key, parts = "model.net.pretrained", dict(self.named_children())
-            found = weights.read(pretrained, key)
+            states = weights.read(pretrained, key)
             ensure(
-                isinstance(found, dict) and bool(found) and found.keys() <= parts.keys(),
+                isinstance(states, dict) and bool(states) and states.keys() <= parts.keys(),
                 f"{key} = {pretrained}: no weights of a backbone by part; the parts are {', '.join(parts)}",
             )
-            for name, state in found.items():
+            for name, state in states.items():
                 weights.load(parts[name], state, key)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:

@@ -269,13 +269,13 @@ class MobileNetV2GN(_TorchvisionNet):
         if pretrained is not None:
             key, source = "model.net.pretrained", MobileNet_V2_Weights.IMAGENET1K_V1
             try:
-                found = source.get_state_dict() if pretrained == "torchvision" else weights.read(pretrained, key)
+                state = source.get_state_dict() if pretrained == "torchvision" else weights.read(pretrained, key)
             except OSError as error:
                 raise UserError(
                     f"{key} = torchvision: {source.url} cannot be downloaded ({error}); put the file into"
                     f" {hub.get_dir()}/checkpoints, or give its path"
                 ) from None
-            weights.load(self.net, found, key, head="classifier.")
+            weights.load(self.net, state, key, head="classifier.")
 
 
 class PreActResNet18GN(Checked, nn.Module, key="model.net"):
@@ -322,9 +322,9 @@ class _PreActBlock(nn.Module):
 
     def __init__(self, channels: int, out: int, norm: Norm, first: bool) -> None:
         super().__init__()
-        before = [] if first else [norm(channels), nn.ReLU()]
+        preactivation = [] if first else [norm(channels), nn.ReLU()]
         self.residual = nn.Sequential(
-            *before,
+            *preactivation,
             nn.Conv2d(channels, out, 3, padding=1, bias=False),
             norm(out),
             nn.ReLU(),

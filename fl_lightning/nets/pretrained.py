@@ -80,13 +80,13 @@ class HuggingFaceNet(Checked, nn.Module, key="model.net"):
     def forward(self, x: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Returns logits ``(N, classes)`` of tokens ``(N, length)``, images ``(N, C, H, W)``, or tensors by name."""
         if isinstance(x, Mapping):
-            given = dict(x)
+            arguments = dict(x)
         elif self._text:
             padding = self.net.config.pad_token_id
-            given = {"input_ids": x} | ({} if padding is None else {"attention_mask": (x != padding).long()})
+            arguments = {"input_ids": x} | ({} if padding is None else {"attention_mask": (x != padding).long()})
         else:
-            given = {"pixel_values": x}
-        return self.net(**given).logits
+            arguments = {"pixel_values": x}
+        return self.net(**arguments).logits
 
 
 @contextmanager
@@ -143,9 +143,9 @@ class Frozen(Checked, nn.Module, key="model.net"):
                 parameter.requires_grad_()
         self._constant = [*_frozen_modules(net), *_early_norms(net, names)]
         for module in self._constant:
-            for each in module.modules():
-                if isinstance(each, _BatchNorm):  # else update_bn would reset its statistics
-                    vars(each)["track_running_stats"] = False
+            for layer in module.modules():
+                if isinstance(layer, _BatchNorm):  # else update_bn would reset its statistics
+                    vars(layer)["track_running_stats"] = False
         self.train()
 
     def train(self, mode: bool = True) -> "Frozen":
@@ -240,24 +240,24 @@ def load_pretrained(net: nn.Module, source: str | None, trained: Sequence[str]) 
     """
     if source is not None:
         key = "model.net.weights"
-        found = weights.named(source, key, net.state_dict().keys())
-        weights.load(net, found, key, head=tuple(n for n in (*net.state_dict(), *found) if _below(n, trained)))
+        state = weights.named(source, key, net.state_dict().keys())
+        weights.load(net, state, key, head=tuple(n for n in (*net.state_dict(), *state) if _below(n, trained)))
 
 
 def _check_names(net: nn.Module, trained: Sequence[str]) -> None:
     names = [name for find in (net.named_parameters, net.named_buffers) for name, _ in find(remove_duplicate=False)]
     known = ", ".join({name.partition(".")[0]: None for name in names})
     for name in trained:
-        fits = any(_below(each, [name]) for each in names)
+        fits = any(_below(parameter, [name]) for parameter in names)
         require(fits, "model.net.trained", name, f"no parameters of that name in {type(net).__name__}; it has {known}")
 
 
 def _check_targets(net: nn.Module, targets: Sequence[str]) -> None:
     modules = dict(net.named_modules())
     for target in targets:
-        found = [name for name in modules if f".{name}".endswith(f".{target}")]
-        require(len(found) > 0, "model.net.targets", target, f"no layer of that name in {type(net).__name__}")
-        for module in (modules[each] for name in found for each in (name, name.rpartition(".")[0])):
+        matches = [name for name in modules if f".{name}".endswith(f".{target}")]
+        require(len(matches) > 0, "model.net.targets", target, f"no layer of that name in {type(net).__name__}")
+        for module in (modules[path] for name in matches for path in (name, name.rpartition(".")[0])):
             ensure(
                 not isinstance(module, FUSED),
                 f"model.net.targets = {target}: {type(module).__name__} does not call its layers, so that adapters "

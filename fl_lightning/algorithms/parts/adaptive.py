@@ -178,7 +178,7 @@ class Muon(AdamW):
         self, w: Tensor, direction: Direction, memory: State, lr: float | Tensor, ctx: ClientContext
     ) -> tuple[Tensor, State]:
         """Takes one step; see `LocalOptimizer.step`."""
-        flat, after = ctx.flat, list[tuple[Tensor, Tensor, Tensor]]()
+        flat, updates = ctx.flat, list[tuple[Tensor, Tensor, Tensor]]()
         vectors = (w, self.clipped(direction), memory.first, memory.second)
         for shape, *part in zip(flat.shapes, *(torch.split(v, flat.numels, -1) for v in vectors), strict=True):
             weights, g, first, second = part
@@ -189,10 +189,10 @@ class Muon(AdamW):
                 u = orthogonalized(u.unflatten(-1, (shape[0], -1)), self.ns_steps).flatten(-2).to(g.dtype)
                 rate, u = 1.0, u * max(1.0, shape[-2] / shape[-1]) ** 0.5
             else:
-                own = self.moments(g, State({"first": first, "second": second, "count": memory.count}))
-                rate, u, first, second = self.lr_others, self.scaled(own), own.first, own.second
-            after.append((rate * (u + self.weight_decay * weights), first, second))
-        step, first, second = (torch.cat(parts, -1) for parts in zip(*after, strict=True))
+                moments = self.moments(g, State({"first": first, "second": second, "count": memory.count}))
+                rate, u, first, second = self.lr_others, self.scaled(moments), moments.first, moments.second
+            updates.append((rate * (u + self.weight_decay * weights), first, second))
+        step, first, second = (torch.cat(parts, -1) for parts in zip(*updates, strict=True))
         return w - lr * step, State({"first": first, "second": second, "count": memory.count + 1})
 
 
@@ -267,9 +267,9 @@ class TorchOptimizer(LocalOptimizer):
             w: Tensor, direction: Direction, client: State, lr: float | Tensor, ctx: ClientContext
         ) -> tuple[Tensor, State]:
             vectors = w, self.clipped(direction)
-            for parameter, at, part in zip(parameters, *(flat.split(v).values() for v in vectors), strict=True):
-                parameter.data.copy_(at)
-                parameter.grad = part
+            for parameter, value, g in zip(parameters, *(flat.split(v).values() for v in vectors), strict=True):
+                parameter.data.copy_(value)
+                parameter.grad = g
             for group in optimizer.param_groups:
                 group["lr"] = float(lr)
             optimizer.step()
@@ -290,10 +290,10 @@ class TorchOptimizer(LocalOptimizer):
             UserError: If it does not take the options or the parameters.
         """
         try:
-            made: torch.optim.Optimizer = self._class(parameters, **{"lr": self.lr, **self.options})
+            optimizer: torch.optim.Optimizer = self._class(parameters, **{"lr": self.lr, **self.options})
         except (TypeError, ValueError) as error:
             raise self._refused(error) from None
-        return made
+        return optimizer
 
     def _refused(self, error: Exception) -> UserError:
         return UserError(

@@ -50,9 +50,9 @@ class Buffers(Part, key="model.buffers"):
 
     def take(self, net: nn.Module) -> None:
         """Makes the current buffers of ``net`` the initial ones."""
-        named = {name: net.get_buffer(name).detach().clone() for name in moving_buffers(net)}
-        self._shapes = {name: b.shape for name, b in named.items() if b.is_floating_point()}
-        self._others = {name: b for name, b in named.items() if name not in self._shapes}
+        buffers = {name: net.get_buffer(name).detach().clone() for name in moving_buffers(net)}
+        self._shapes = {name: b.shape for name, b in buffers.items() if b.is_floating_point()}
+        self._others = {name: b for name, b in buffers.items() if name not in self._shapes}
         self.first = self.vector(net)
         least = {name: 0.0 if name.endswith("running_var") else -torch.inf for name in self._shapes}
         self._least = torch.cat([torch.full((s.numel(),), least[n]) for n, s in self._shapes.items()] or [self.first])

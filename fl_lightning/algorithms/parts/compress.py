@@ -68,8 +68,8 @@ class RandK(TopK):
         return ctx.draw(lambda generator: torch.randperm(d := x.shape[-1], generator=generator)[: self.k(d)], "randk")
 
     def encode(self, x: Tensor, drawn: Tensor) -> Code:
-        one = 0 * x.abs().amax(-1, keepdim=True)  # NaN if some number is not finite, which is refused though it stays
-        return (x.gather(-1, drawn) * (x.shape[-1] / drawn.shape[-1] if self.scaled else 1) + one,)
+        guard = 0 * x.abs().amax(-1, keepdim=True)  # NaN if some number is not finite, which is refused though it stays
+        return (x.gather(-1, drawn) * (x.shape[-1] / drawn.shape[-1] if self.scaled else 1) + guard,)
 
     def decode(self, code: Code, d: int, drawn: Tensor) -> Tensor:
         return super().decode((*code, drawn), d, drawn)
@@ -94,10 +94,10 @@ class QSGD(Compressor):
         return ctx.draw(lambda generator: torch.rand(x.shape[-1], generator=generator, dtype=x.dtype), "qsgd")
 
     def encode(self, x: Tensor, drawn: Tensor) -> Code:
-        each, s = self._buckets(x), self.levels
-        norms = norm(each)
-        a = (s * each.abs() / norms.clamp(min=torch.finfo(x.dtype).tiny)).clamp(max=s)  # the norm may be rounded down
-        levels = each.sign() * (a.floor() + (self._buckets(drawn) < a - a.floor()))
+        rows, s = self._buckets(x), self.levels
+        norms = norm(rows)
+        a = (s * rows.abs() / norms.clamp(min=torch.finfo(x.dtype).tiny)).clamp(max=s)  # the norm may be rounded down
+        levels = rows.sign() * (a.floor() + (self._buckets(drawn) < a - a.floor()))
         return norms.squeeze(-1), levels.flatten(-2)[..., : x.shape[-1]] + s
 
     def decode(self, code: Code, d: int, drawn: Tensor) -> Tensor:
@@ -125,8 +125,8 @@ class Sign(Compressor):
 
 def pack(code: Code, widths: Widths) -> Tensor:
     """Returns the code of one client's vector as bytes; zeros fill the last one."""
-    each = [(v.cpu(), width) for v, (_, width) in zip(code, widths, strict=True)]
-    integers = [(v.view(INTEGERS[v.dtype]) if width >= 32 else v.long(), np.arange(width)) for v, width in each]
+    pairs = [(v.cpu(), width) for v, (_, width) in zip(code, widths, strict=True)]
+    integers = [(v.view(INTEGERS[v.dtype]) if width >= 32 else v.long(), np.arange(width)) for v, width in pairs]
     bits = [(v.numpy()[:, None] >> shifts & 1).ravel() for v, shifts in integers]
     return torch.from_numpy(np.packbits(np.concatenate(bits).astype(np.uint8)))
 
@@ -183,11 +183,11 @@ class Compress(Part):
 
     def bind(self, flat: FlatSpec) -> Part:
         """Returns a part for this layout; one that does nothing if all numbers travel."""
-        bound, s, given, B = copy(self), self.levels, self.error_feedback, min(self.bucket or flat.d, flat.d)
+        bound, s, setting, B = copy(self), self.levels, self.error_feedback, min(self.bucket or flat.d, flat.d)
         omega = min(B / s**2, B**0.5 / s) if self.method == "qsgd" else 0.0
         problem = f"qsgd's variance may be {omega:.3g} times the square; give true or false, or more levels"
-        require(given is not None or omega <= 2, f"{KEY}: error_feedback", "null", problem)
-        bound.error_feedback = feedback = self.method != "qsgd" if given is None else given
+        require(setting is not None or omega <= 2, f"{KEY}: error_feedback", "null", problem)
+        bound.error_feedback = feedback = self.method != "qsgd" if setting is None else setting
         top = TopK(self.rate)
         methods = {"topk": top, "randk": RandK(self.rate, not feedback), "sign": Sign()}
         bound.compressor = methods.get(self.method) or QSGD(s, self.bucket, 1 + omega if feedback else 1.0)
@@ -199,47 +199,53 @@ class Compress(Part):
         Raises:
             UserError: If server and clients both sum up what is compressed, or the server needs it exactly.
         """
-        name, inits, of = type(objective).__name__, objective.server_inits(), objective.all_references
+        name, inits, references = type(objective).__name__, objective.server_inits(), objective.all_references
         both = ", ".join(sorted(({*objective.client_inits()} & {*inits}) - {*objective.sums.values()}))
-        exact = ", ".join(upload for upload in objective.up if upload not in of)
-        other = "leave it out, or choose another algorithm"
+        exact = ", ".join(upload for upload in objective.up if upload not in references)
+        remedy = "leave it out, or choose another algorithm"
         for wrong, problem in (
-            (both, f"{name} keeps {both} on server and clients, which would drift apart; {other}"),
-            (exact, f"{name}'s server computes with the exact upload {exact}; {other}"),
+            (both, f"{name} keeps {both} on server and clients, which would drift apart; {remedy}"),
+            (exact, f"{name}'s server computes with the exact upload {exact}; {remedy}"),
             (objective.parts[-1] is not self, "a part after it would change what it has compressed; list it last"),
         ):
             ensure(not wrong, f"{KEY}: {problem}")
         shared, d = objective.encoded({"w": torch.arange(objective.flat.d)})["w"], objective.flat.d
         self.places = {d: shared} if len(shared) < d else {}
-        vectors = [n for n in objective.up if isinstance(of[n], str) and not isinstance(inits.get(of[n]), int | float)]
+        vectors = [
+            n
+            for n in objective.up
+            if isinstance(references[n], str) and not isinstance(inits.get(references[n]), int | float)
+        ]
         vectors = vectors if len(shared) else []  # otherwise nothing travels
-        self.uploads = [(n, of[n], f"Compress.{n}", objective.sums.get(n)) for n in vectors]
-        kept = {e: inits.get(r, "zeros") for _, r, e, total in self.uploads if self.error_feedback and total is None}
-        self.client_state = {e: partial(_zeros, init, self.places) for e, init in kept.items()}
+        self.uploads = [(n, references[n], f"Compress.{n}", objective.sums.get(n)) for n in vectors]
+        residuals = {
+            e: inits.get(r, "zeros") for _, r, e, total in self.uploads if self.error_feedback and total is None
+        }
+        self.client_state = {e: partial(_zeros, init, self.places) for e, init in residuals.items()}
 
     def local_end(
         self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
     ) -> tuple[Upload, State]:
         """Uploads ``r + C(x)`` and keeps ``x - C(x)``."""
-        for name, of, e, total in self.uploads:
-            r = received.get(of, torch.zeros_like(received.w))
+        for name, reference, e, total in self.uploads:
+            r = received.get(reference, torch.zeros_like(received.w))
             change = (upload[name] - r).expand(*w.shape[:-1], -1)
             places, y = self.places.get(r.shape[-1], slice(None)), torch.zeros_like(change)
             x = client[e] + change[..., places] if e in self.client_state else change[..., places]
             drawn = self.compressor.draw(x, ctx)
             code = self.compressor.encode(x, drawn)
-            y[..., places] = found = self.compressor.decode(code, x.shape[-1], drawn)
+            y[..., places] = decoded = self.compressor.decode(code, x.shape[-1], drawn)
             upload = {**upload, name: pack(code, self._widths(r)) if self.packs else r + y}
             if e in self.client_state:
-                client = client.replace(**{e: x - found})
+                client = client.replace(**{e: x - decoded})
             if total is not None:  # what is left out is in the next change
                 client = client.replace(**{total: client[total] + (y - change)})
         return upload, client
 
     def arrived(self, upload: Upload, received: State, ctx: ClientContext) -> Upload:
         """Decodes the bytes."""
-        for name, of, *_ in self.uploads:
-            r = received.get(of, torch.zeros_like(received.w))
+        for name, reference, *_ in self.uploads:
+            r = received.get(reference, torch.zeros_like(received.w))
             code, d = unpack(upload[name], self._widths(r), r), r.shape[-1]
             known = self.method != "topk" or int(code[1].max()) < d
             ensure(known, f"its upload {name} has a place beyond its {d} numbers")

@@ -202,9 +202,9 @@ class LocalOptimizer(Checked, ABC, key="model.optimizer"):
             The new weights, and the client's state.
         """
         names = dict(zip(self.state, self.named_state, strict=True))
-        memory = State({own: client[of] for own, of in names.items()})
+        memory = State({name: client[key] for name, key in names.items()})
         w, memory = self.step(w, direction, memory, lr, ctx)
-        return w, client | {of: memory[own] for own, of in names.items()} if names else client
+        return w, client | {key: memory[name] for name, key in names.items()} if names else client
 
 
 class SGD(LocalOptimizer):

@@ -49,8 +49,10 @@ class MAN(Part):
     def attach(self, objective: Any) -> None:
         """Checks the names of ``layers``, and that the local objective is one to which the term can be added."""
         kind = type(objective)
-        own = kind.training_step is not SupervisedModule.training_step
-        ensure(not own, f"{KEY}: {kind.__name__} has a training_step of its own, which lacks the term; define losses")
+        custom = kind.training_step is not SupervisedModule.training_step
+        ensure(
+            not custom, f"{KEY}: {kind.__name__} has a training_step of its own, which lacks the term; define losses"
+        )
         self._modules(objective.net)
 
     def _modules(self, net: nn.Module) -> list[nn.Module]:
@@ -100,8 +102,8 @@ class Seen(TorchFunctionMode):
         if func in ACTIVATIONS:
             x = args[0] if args else kwargs["input"]
             entered = next((before for before, after in self._pooled if after is x), None)
-            alike = {**kwargs, "inplace": False} if "inplace" in kwargs else kwargs
-            before = None if entered is None else func(entered, *args[1:], **alike)
+            options = {**kwargs, "inplace": False} if "inplace" in kwargs else kwargs
+            before = None if entered is None else func(entered, *args[1:], **options)
             result = func(*args, **kwargs)
             self.activations.append(result if before is None else before)
             return result

@@ -76,7 +76,7 @@ class Personal(Part):
         bound = copy(self)
         bound.shared = [name for name in flat.names if name not in names]
         bound._kept = lambda device: flat.mask(names, device)
-        bound._places = cache(lambda device, own: (bound._kept(device) == own).nonzero().flatten())
+        bound._places = cache(lambda device, kept: (bound._kept(device) == kept).nonzero().flatten())
         bound._sizes = flat.d, len(bound._places(torch.device("cpu"), False))
         if not bound.shared and self.keep != ["*"] and self.share != []:
             warn("model.parts: Personal: all parameters stay with a client, so nothing is shared", stacklevel=2)
@@ -94,13 +94,13 @@ class Personal(Part):
 
     def seen_state(self, w: Tensor, client: State, received: State, models: frozenset[str]) -> tuple[State, State]:
         """Models have the running values of what stays, other vectors 0: so all differences are 0 there."""
-        kept, none = self._kept(w.device), w.new_zeros(())
+        kept, zero = self._kept(w.device), w.new_zeros(())
 
-        def of(state: State) -> State:
-            whole = {name: v for name, v in state.items() if self._is_vector(name, v)}
-            return state | {name: torch.where(kept, w if name in models else none, v) for name, v in whole.items()}
+        def seen(state: State) -> State:
+            vectors = {name: v for name, v in state.items() if self._is_vector(name, v)}
+            return state | {name: torch.where(kept, w if name in models else zero, v) for name, v in vectors.items()}
 
-        return of(client), of(received)
+        return seen(client), seen(received)
 
     def local_end(
         self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
@@ -109,11 +109,11 @@ class Personal(Part):
         return upload, self.end_alone(w, client)
 
     def moving(self, w: Tensor, alone: bool) -> Tensor | None:
-        """What stays alone; then, if each trains alone, what is shared, otherwise everything."""
+        """Returns the mask of what stays, of a client that trains alone; afterwards that of what is shared, or None."""
         return (self._kept(w.device) == alone) if alone or self.trains_alone else None
 
     def perturbed(self, w: Tensor) -> Tensor | None:
-        """As ``perturb`` says."""
+        """Returns the mask that ``perturb`` chooses."""
         return None if self.perturb == "all" else self._kept(w.device) == (self.perturb == "kept")
 
     def end_alone(self, w: Tensor, client: State) -> State:
@@ -139,13 +139,16 @@ def _chosen(flat: FlatSpec, key: str, patterns: list[str]) -> set[str]:
     """Returns the names of the parameters that patterns choose; see `Personal`."""
     chosen, layers = set[str](), list(dict.fromkeys(name.rpartition(".")[0] for name in flat.tied))
     for pattern in patterns:
-        way, _, of = pattern.rpartition(":")
+        scheme, _, argument = pattern.rpartition(":")
         setting = f"model.parts: Personal.{key}"
-        if way == "type":
-            chosen |= {name for name, kind in flat.types.items() if fnmatchcase(kind, of)}
-        elif way == "last":
-            ensure(of.isdecimal() and int(of) > 0, f"{setting} = {pattern}: give a number of layers, such as last:1")
-            chosen |= {name for name in flat.tied if name.rpartition(".")[0] in layers[-int(of) :]}
+        if scheme == "type":
+            chosen |= {name for name, kind in flat.types.items() if fnmatchcase(kind, argument)}
+        elif scheme == "last":
+            ensure(
+                argument.isdecimal() and int(argument) > 0,
+                f"{setting} = {pattern}: give a number of layers, such as last:1",
+            )
+            chosen |= {name for name in flat.tied if name.rpartition(".")[0] in layers[-int(argument) :]}
         else:
             chosen |= {*matching([*flat.tied], [pattern], setting)}
     return {flat.tied[name] for name in chosen}

@@ -210,8 +210,8 @@ class SWA(Averaging):
         init_in_average: bool = False,
         collect: Literal["code", "cycle_end"] = "code",
     ) -> None:
-        whole = start < 1 or start == int(start)
-        require(whole, "model.averaging.start", start, "give a fraction below 1, or a round from 0")
+        valid = start < 1 or start == int(start)
+        require(valid, "model.averaging.start", start, "give a fraction below 1, or a round from 0")
         self.start, self.cycle, self.lr_min = start, cycle, lr_min
         self.init_in_average, self.collect = init_in_average, collect
 
@@ -220,7 +220,7 @@ class SWA(Averaging):
         return int(round(self.start * rounds, 9)) if self.start < 1 else int(self.start)  # 0.29 * 100 is below 29
 
     def local_lr(self, lr: float, ctx: RoundContext) -> float:
-        """Cyclic from the start on: ``(1 - s) lr + s lr_min`` with ``s = ((t mod c) + 1) / c``."""
+        """Falls in cycles from the start on: ``(1 - s) lr + s lr_min`` with ``s = ((t mod c) + 1) / c``."""
         if self.cycle == 1 or ctx.t < self.start_round(ctx.rounds):
             return lr
         return in_cycle(ctx.t, self.cycle, lr, self.lr_min)
@@ -308,20 +308,22 @@ class FlexLoRA(Part):
     def local_end(
         self, w: Tensor, upload: Upload, client: State, received: State, ctx: ClientContext
     ) -> tuple[Upload, State]:
-        by = self.flat.split(w)
-        return {**upload, "products": torch.cat([(by[b] @ by[a]).flatten(-2) for a, b in self.pairs], -1)}, client
+        parts = self.flat.split(w)
+        return {**upload, "products": torch.cat([(parts[b] @ parts[a]).flatten(-2) for a, b in self.pairs], -1)}, client
 
     def bits(self, bits: Mapping[str, int], values: Mapping[str, Tensor], up: bool) -> Mapping[str, int]:
-        return {name: of for name, of in bits.items() if name != "products"}
+        return {name: count for name, count in bits.items() if name != "products"}
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
-        by, at, products = dict(self.flat.split(server.w)), 0, uploads.weighted("products")
+        factors, offset, products = dict(self.flat.split(server.w)), 0, uploads.weighted("products")
         for a, b in self.pairs:
-            rank, (rows, columns) = len(by[a]), (len(by[b]), by[a].shape[1])
-            U, S, V = torch.linalg.svd(products[at : at + rows * columns].view(rows, columns), full_matrices=False)
+            rank, (rows, columns) = len(factors[a]), (len(factors[b]), factors[a].shape[1])
+            U, S, V = torch.linalg.svd(
+                products[offset : offset + rows * columns].view(rows, columns), full_matrices=False
+            )
             U, V, root = U[:, :rank], V[:rank], S[:rank].sqrt()
             sign = U.gather(0, U.abs().argmax(0, keepdim=True)).sign()  # of two equal decompositions, always one
-            more = rank - len(root)  # a rank above the shorter side has no more singular values
-            by[a], by[b] = pad((sign * root).T * V, (0, 0, 0, more)), pad(U * (sign * root), (0, more))
-            at += rows * columns
-        return server.replace(w=torch.cat([value.reshape(-1) for value in by.values()]))
+            padding = rank - len(root)  # a rank above the shorter side has no more singular values
+            factors[a], factors[b] = pad((sign * root).T * V, (0, 0, 0, padding)), pad(U * (sign * root), (0, padding))
+            offset += rows * columns
+        return server.replace(w=torch.cat([value.reshape(-1) for value in factors.values()]))

@@ -50,21 +50,21 @@ class Partition(Checked, ABC, key="data.partition"):
         name, parts = type(self).__name__, self._parts(labels, num_clients, num_classes, seed)
         check(parts, len(labels), num_clients, name, self.replacement)
         if not type(self).__module__.startswith("fl_lightning."):  # of a user's, the next process may get another one
-            again = self._parts(labels, num_clients, num_classes, seed)
+            repeated = self._parts(labels, num_clients, num_classes, seed)
             ensure(
-                len(parts) == len(again) and all(map(np.array_equal, parts, again)),
+                len(parts) == len(repeated) and all(map(np.array_equal, parts, repeated)),
                 f"{name}.split: gives another split when it is called again; draw from "
                 'fl_lightning.core.numpy_generator(seed, "partition")',
             )
         return parts
 
     def _parts(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> list[Indices]:
-        found: Any = self.split(labels, num_clients, num_classes, seed)  # that of a user's may be anything
-        listed = isinstance(found, Sequence | np.ndarray)
-        given = [np.asarray(p) for p in found] if listed else []
-        good = listed and all(p.ndim == 1 and (p.dtype.kind in "iu" or not p.size) for p in given)
+        parts: Any = self.split(labels, num_clients, num_classes, seed)  # that of a user's may be anything
+        listed = isinstance(parts, Sequence | np.ndarray)
+        arrays = [np.asarray(p) for p in parts] if listed else []
+        good = listed and all(p.ndim == 1 and (p.dtype.kind in "iu" or not p.size) for p in arrays)
         ensure(good, f"{type(self).__name__}.split: give a list of index arrays, whole numbers, one for each client")
-        return [p.astype(np.int64, copy=False) for p in given]
+        return [p.astype(np.int64, copy=False) for p in arrays]
 
     @abstractmethod
     def split(self, labels: Indices, num_clients: int, num_classes: int, seed: int) -> Sequence[Indices]:
@@ -148,9 +148,9 @@ def sizes(num_samples: int, num_clients: int, power: float) -> Indices:
     least = min(1, num_samples // num_clients)
     weights = np.arange(1.0, num_clients + 1) ** -power
     quota = (num_samples - least * num_clients) * weights / weights.sum()
-    whole: Indices = np.floor(quota).astype(np.int64)
-    whole[np.argsort(whole - quota, kind="stable")[: (num_samples - least * num_clients - whole.sum())]] += 1
-    return whole + least
+    counts: Indices = np.floor(quota).astype(np.int64)
+    counts[np.argsort(counts - quota, kind="stable")[: (num_samples - least * num_clients - counts.sum())]] += 1
+    return counts + least
 
 
 class ClientIndices(Sequence[Tensor]):
@@ -224,18 +224,18 @@ def divide(
     n_val = round(val_fraction * len(y))
     require(n_val > 0 or not val_fraction, "data.val_fraction", val_fraction, "holds out nothing; use for example 0.1")
     val = stratified(strata, n_val, numpy_generator(seed, "validation"))
-    kept = np.delete(np.arange(len(y)), val)
-    require(len(kept) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
+    remaining = np.delete(np.arange(len(y)), val)
+    require(len(remaining) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
     require(
-        num_clients <= len(kept),
+        num_clients <= len(remaining),
         "data.num_clients",
         num_clients,
-        f"exceeds the {len(kept)} training samples; use fewer clients",
+        f"exceeds the {len(remaining)} training samples; use fewer clients",
     )
     if partition.fixed:
         parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
     else:
-        parts = [kept[part] for part in partition(y[kept], num_clients, num_classes, seed)]
+        parts = [remaining[part] for part in partition(y[remaining], num_clients, num_classes, seed)]
     clients = ClientIndices(parts)
     require(
         bool(clients.sizes.all()),

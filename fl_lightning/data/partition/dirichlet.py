@@ -98,8 +98,8 @@ class Dirichlet(Partition):
             # A Dirichlet with used-up classes zeroed and renormalised is the Dirichlet over the others.
             classes = np.flatnonzero(left - counts)
             q = rng.dirichlet(np.full(len(classes), self.alpha / len(left)))
-            want = np.diff(np.rint(missing * q.cumsum()).astype(np.int64), prepend=0)
-            counts[classes] += np.minimum(want, (left - counts)[classes])
+            wanted = np.diff(np.rint(missing * q.cumsum()).astype(np.int64), prepend=0)
+            counts[classes] += np.minimum(wanted, (left - counts)[classes])
         return counts
 
     def _multinomial(self, size: int, left: Indices, rng: np.random.Generator) -> Indices:
@@ -173,12 +173,12 @@ class PAM(Partition):
                 if not part:
                     q, r = self._draw(coarse, left, rng)
                 r = r * left
-                within = np.bincount(coarse, r)
-                q = q * (within > 0)
+                totals = np.bincount(coarse, r)
+                q = q * (totals > 0)
                 if not q.any():  # by rounding, the remaining classes had no share
                     q, r = self._draw(coarse, left, rng)
-                    within = np.bincount(coarse, r)
-                p = (q / q.sum())[coarse] * r / np.where(within > 0, within, 1)[coarse]
+                    totals = np.bincount(coarse, r)
+                p = (q / q.sum())[coarse] * r / np.where(totals > 0, totals, 1)[coarse]
                 for c in rng.choice(num_classes, size - len(part), p=p):
                     part.append(pools[c].pop())
                     if not pools[c]:  # from here on the probabilities differ

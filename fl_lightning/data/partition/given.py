@@ -123,11 +123,11 @@ class FromFile(Partition):
             ) from None
         check(parts, len(labels), num_clients, f"'{self.path}'", self.replacement)
         for user, part in zip(users, parts, strict=True):
-            for at, (_, label) in zip(part, rows[user], strict=True):
+            for sample, (_, label) in zip(part, rows[user], strict=True):
                 ensure(
-                    label is None or label == labels[at],
-                    f"'{self.path}': client {user} has sample {at} as class {label}, but in the data it"
-                    f" is class {labels[at]}; use the split made for this data set",
+                    label is None or label == labels[sample],
+                    f"'{self.path}': client {user} has sample {sample} as class {label}, but in the data it"
+                    f" is class {labels[sample]}; use the split made for this data set",
                 )
         return parts
 
@@ -144,8 +144,8 @@ class FromFile(Partition):
                 user: [(index(name, label), label) for name, label in zip(data["x"], data["y"], strict=True)]
                 for user, data in users.items()
             }
-        items = content.items() if isinstance(content, dict) else enumerate(content)
-        return {str(user): [(_integer(index), None) for index in part] for user, part in items}
+        entries = content.items() if isinstance(content, dict) else enumerate(content)
+        return {str(user): [(_integer(index), None) for index in part] for user, part in entries}
 
 
 def _ordered(rows: Collection[str]) -> list[str]:
@@ -160,10 +160,10 @@ def _integer(value: Any) -> int:
 
 def _numbered(name: str, label: int) -> int:
     """Returns the index in ``img_<index>_label_<label>.png``."""
-    found = re.fullmatch(r"img_(\d+)_label_(\d+)\.\w+", name)
-    if found is None or int(found[2]) != label:
+    match = re.fullmatch(r"img_(\d+)_label_(\d+)\.\w+", name)
+    if match is None or int(match[2]) != label:
         raise ValueError(f"image name {name!r} is not img_<index>_label_{label}.png; for CIFAR-100 give names")
-    return int(found[1])
+    return int(match[1])
 
 
 def _lookup(path: str, labels: Indices) -> Callable[[str, int], int]:

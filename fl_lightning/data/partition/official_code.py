@@ -48,16 +48,16 @@ class FLSAMPath(Partition):
             self.shards * num_clients <= len(labels),
             "data.partition.shards", self.shards, f"{num_clients} clients and {len(labels)} samples; give fewer",
         )  # fmt: skip
-        each, over = divmod(self.shards * num_clients, num_classes)
+        per_class, rest = divmod(self.shards * num_clients, num_classes)
         fit = num_classes // math.gcd(num_classes, num_clients)
         ensure(
-            over == 0,
+            rest == 0,
             f"data.partition.shards = {self.shards}: {num_clients} clients need {self.shards * num_clients} shards,"
             f" which {num_classes} classes cannot give equally; use a multiple of {fit}, or other clients",
         )
         rng = numpy_generator(seed, "partition")
-        order = rng.permutation(np.repeat(np.arange(num_classes), each)).reshape(num_clients, self.shards)
-        piles = [np.array_split(pool, each) for pool in members(labels, num_classes)]
+        order = rng.permutation(np.repeat(np.arange(num_classes), per_class)).reshape(num_clients, self.shards)
+        piles = [np.array_split(pool, per_class) for pool in members(labels, num_classes)]
         return [np.concatenate([piles[c].pop(rng.integers(len(piles[c]))) for c in row]) for row in order]
 
 
@@ -94,17 +94,17 @@ class FLSAMDirichlet(Partition):
         step, groups = int(GROUP / num_clients * len(kept)), math.ceil(num_clients / GROUP)
         lists: list[Indices] = []
         for group, chunk in enumerate(np.split(kept, step * np.arange(1, groups))):  # the last one has the remainder
-            pools = [chunk[at] for at in members(labels[chunk], num_classes)]
+            pools = [chunk[positions] for positions in members(labels[chunk], num_classes)]
             lists += self._divide(pools, min(GROUP, num_clients - group * GROUP), rng)
         return np.array_split(np.concatenate(lists), num_clients)
 
     def _long_tail(self, labels: Indices, num_classes: int, rng: np.random.RandomState) -> Indices:
-        kept = []
+        selected = []
         for c, pool in enumerate(members(labels, num_classes)):
             rng.shuffle(pool)
             share = (1 / self.imbalance) ** (c / max(num_classes - 1, 1))
-            kept.append(pool[: int(len(labels) / num_classes * share)])
-        return np.concatenate(kept)
+            selected.append(pool[: int(len(labels) / num_classes * share)])
+        return np.concatenate(selected)
 
     def _divide(self, pools: list[Indices], width: int, rng: np.random.RandomState) -> list[Indices]:
         """Divides a chunk, given by class, among ``width`` clients."""
@@ -115,12 +115,12 @@ class FLSAMDirichlet(Partition):
             n = min(2 * done + 1, tries - done, max(1, AT_ONCE // (width * len(pools))))
             before, done = rng.get_state(), done + n
             cuts, held = _cuts(rng.dirichlet(alpha, (n, len(pools))), lengths)
-            good = np.flatnonzero(held.min(1) >= int(0.5 * (sum(lengths) / width)))
-            if len(good):
+            valid = np.flatnonzero(held.min(1) >= int(0.5 * (sum(lengths) / width)))
+            if len(valid):
                 rng.set_state(before)
-                rng.dirichlet(alpha, (int(good[0]) + 1, len(pools)))  # as the official program, which stops there
-                shares = [np.split(pool, at[good[0]]) for pool, at in zip(pools, cuts, strict=True)]
-                return [np.concatenate(of_client) for of_client in zip(*shares, strict=True)]
+                rng.dirichlet(alpha, (int(valid[0]) + 1, len(pools)))  # as the official program, which stops there
+                shares = [np.split(pool, cut[valid[0]]) for pool, cut in zip(pools, cuts, strict=True)]
+                return [np.concatenate(parts) for parts in zip(*shares, strict=True)]
         few = sum(lengths) < width * len(pools)  # whole samples: the last client gets what is cut off of the others
         remedy = "fewer clients or Dirichlet" if few else "a larger alpha, or data with more classes"
         raise UserError(
