@@ -43,7 +43,7 @@ class Scores(nn.Module):
     """Metrics of a number of batches.
 
     Args:
-        own: Name and metric of the data, which gets the net's outputs as they are.
+        of_data: Name and metric of the data, which gets the net's outputs as they are.
         further: Other metrics, by :func:`named`, which get probabilities where outputs are logits.
         task: The `Task` of the data, which knows what constructors of torchmetrics ask; None: unknown.
         outputs: Number of outputs that count; None: all.
@@ -56,10 +56,10 @@ class Scores(nn.Module):
     """
 
     def __init__(
-        self, own: tuple[str, Metric], further: Mapping[str, Given], task: Any = None, outputs: int | None = None
+        self, of_data: tuple[str, Metric], further: Mapping[str, Given], task: Any = None, outputs: int | None = None
     ) -> None:
         super().__init__()
-        name, metric = own
+        name, metric = of_data
         ensure(name not in further, f"model.metrics: {name} is the data's own metric; choose another name")
         self._own, self._task, self._outputs = metric, task, outputs
         arguments = {} if task is None else task.arguments(outputs)

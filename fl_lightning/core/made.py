@@ -282,11 +282,11 @@ def _is_short(entries: Any) -> bool:
     return len(values) <= MOST and not any(str(leaf).startswith(ARRAYS) for leaf in values)
 
 
-def leaves(found: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> Iterator[Any]:
     """Yields the values of nested dicts and lists."""
-    entries = found.values() if isinstance(found, dict) else found if isinstance(found, list) else None
+    entries = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else None
     if entries is None:
-        yield found
+        yield tree
     else:
         for entry in entries:
             yield from leaves(entry)

@@ -98,18 +98,18 @@ def check_arguments(function: Callable[..., Any], key: str, *args: Any, **kwargs
             raise UserError(f"{key}.{name}".lstrip(".") + f": missing; give {words}")
 
 
-def check_values(key: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+def check_values(key: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Checks values against annotations.
 
     Args:
         key: The key above them in a config; empty if there is none.
-        given: The values by name.
+        values: The values by name.
         hints: The annotations by name; a value without one is not checked.
 
     Raises:
         UserError: If one does not fit.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         if name in hints and not fits(value, hints[name]):
             words = in_words(hints[name])
             shown = repr(value) if isinstance(value, str) and "number" in words else _shown(value)

@@ -82,18 +82,18 @@ class RecordedRound:
     a tensor, it is an input of the record: Python computes it anew in each round. Python refuses anything else.
 
     Args:
-        of: The numbers of the record.
+        record: The numbers of the record.
         value: The number as a function of the round; by default the round.
     """
 
-    def __init__(self, of: Numbers, value: Callable[[int], Any] = int) -> None:
-        self.of, self.value = of, value
+    def __init__(self, record: Numbers, value: Callable[[int], Any] = int) -> None:
+        self.record, self.value = record, value
 
     def __bool__(self) -> bool:
         return bool(operator.ne(self, 0))
 
     def __neg__(self) -> "RecordedRound":
-        return RecordedRound(self.of, lambda t: -self.value(t))
+        return RecordedRound(self.record, lambda t: -self.value(t))
 
     def __index__(self) -> int:
         raise TypeError("Python code takes ctx.t as a number (RecordedRound), as range() and float() do")
@@ -104,7 +104,7 @@ class RecordedRound:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def tensor(x: Any) -> Any:
-            return x.of.input(x.value, args) if isinstance(x, RecordedRound) else x
+            return x.record.input(x.value, args) if isinstance(x, RecordedRound) else x
 
         return function(*map(tensor, args), **{name: tensor(x) for name, x in (kwargs or {}).items()})
 
@@ -116,8 +116,8 @@ def _value(x: Any) -> Callable[[int], Any]:
 def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[RecordedRound, Any], bool]:
     def guarded(self: RecordedRound, other: Any) -> bool:
         left, right = self.value, _value(other)
-        outcome = compare(left(self.of.t), right(self.of.t))
-        self.of.guards.append(lambda t: compare(left(t), right(t)) is outcome)
+        outcome = compare(left(self.record.t), right(self.record.t))
+        self.record.guards.append(lambda t: compare(left(t), right(t)) is outcome)
         return outcome
 
     return guarded
@@ -126,12 +126,12 @@ def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[RecordedRound,
 def _arithmetic(operation: Callable[[Any, Any], Any], swapped: bool) -> Callable[[RecordedRound, Any], Any]:
     def recorded(self: RecordedRound, other: Any) -> Any:
         if isinstance(other, Tensor):
-            number = self.of.input(self.value, [other])
+            number = self.record.input(self.value, [other])
             if operation is operator.truediv and not swapped:  # as torch divides a number by a tensor
                 return other.reciprocal() * number
             return operation(other, number) if swapped else operation(number, other)
         left, right = (_value(other), self.value) if swapped else (self.value, _value(other))
-        return RecordedRound(self.of, lambda t: operation(left(t), right(t)))
+        return RecordedRound(self.record, lambda t: operation(left(t), right(t)))
 
     return recorded
 

@@ -197,24 +197,24 @@ class Whole(Uploads):
     """Averages of shared weights, as averages of all.
 
     Args:
-        of: The averages of what has travelled.
+        uploads: The averages of what has travelled.
         size: Number of shared weights.
         places: Their positions.
         w: The model that was sent, ``(d,)``.
         models: Names that are models.
     """
 
-    def __init__(self, of: Uploads, size: int, places: Tensor, w: Tensor, models: frozenset[str]) -> None:
-        self._of, self._size, self._places, self._w, self._models = of, size, places, w, models
-        self.n, self.samples, self.names, self.weighting = of.n, of.samples, of.names, of.weighting
+    def __init__(self, uploads: Uploads, size: int, places: Tensor, w: Tensor, models: frozenset[str]) -> None:
+        self._uploads, self._size, self._places, self._w, self._models = uploads, size, places, w, models
+        self.n, self.samples, self.names, self.weighting = uploads.n, uploads.samples, uploads.names, uploads.weighting
 
     def mean(self, name: str) -> Tensor:
         """See `Uploads.mean`."""
-        return self._whole(name, self._of.mean(name))
+        return self._whole(name, self._uploads.mean(name))
 
     def weighted(self, name: str) -> Tensor:
         """See `Uploads.weighted`."""
-        return self._whole(name, self._of.weighted(name))
+        return self._whole(name, self._uploads.weighted(name))
 
     def _whole(self, name: str, v: Tensor) -> Tensor:
         if len(v) != self._size or name in ("buffers", "k_lr"):
