@@ -72,13 +72,13 @@ def statistics(values: ArrayLike, samples: ArrayLike, mode: Mode = "max") -> dic
         The mean over clients (its ending is empty), ``_weighted`` by their samples, ``_std`` (the standard deviation
         with n), ``_worst_decile`` (the mean of the worst n // 10 clients, of at least one), and ``_worst``.
     """
-    found = np.asarray(values, dtype=np.float64)
-    ordered = worst_first(found, mode) if np.isfinite(found).all() else np.full(len(found), found.mean())
+    numbers = np.asarray(values, dtype=np.float64)
+    ordered = worst_first(numbers, mode) if np.isfinite(numbers).all() else np.full(len(numbers), numbers.mean())
     return {
-        "": float(found.mean()),
-        "_weighted": float(np.average(found, weights=np.asarray(samples, dtype=np.float64))),
-        "_std": float(found.std()),
-        "_worst_decile": float(ordered[: max(1, len(found) // 10)].mean()),
+        "": float(numbers.mean()),
+        "_weighted": float(np.average(numbers, weights=np.asarray(samples, dtype=np.float64))),
+        "_std": float(numbers.std()),
+        "_worst_decile": float(ordered[: max(1, len(numbers) // 10)].mean()),
         "_worst": float(ordered[0]),
     }
 

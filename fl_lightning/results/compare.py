@@ -114,11 +114,11 @@ def compare(
     named = {folder for run in runs for folder in located(run)}
     members: dict[str, dict[Seeds, Path]] = {}
     left_out: dict[str, list[Path]] = {}
-    found = find_runs(runs)
-    metric = metric or summarise(found[0], last, mode=mode).metric  # the same of all
-    lacking = [folder for folder in found if folder not in named and metric not in _head(folder)]
-    for folder in found:
-        if folder in lacking and len(lacking) < len(found):
+    folders = find_runs(runs)
+    metric = metric or summarise(folders[0], last, mode=mode).metric  # the same of all
+    lacking = [folder for folder in folders if folder not in named and metric not in _head(folder)]
+    for folder in folders:
+        if folder in lacking and len(lacking) < len(folders):
             say(f"left out: {folder}: its {FILE} has no {metric}", file=sys.stderr)
             continue
         key, seed = _identity(folder)
@@ -128,16 +128,16 @@ def compare(
                 not {folder, twin} <= named,
                 f"runs = {folder}: the same config and seed as {twin}; leave one of them out",
             )
-            counts = max(folder, twin, key=lambda run: (run in named, _ended(run)))  # of equals the later one
-            left_out.setdefault(key, []).append(twin if counts is folder else folder)
-            if counts is twin:
+            kept = max(folder, twin, key=lambda run: (run in named, _ended(run)))  # of equals the later one
+            left_out.setdefault(key, []).append(twin if kept is folder else folder)
+            if kept is twin:
                 continue
             del group[seed]  # the later one comes last
         group[seed] = folder
     ends = _names([next(iter(group.values())) for group in members.values()])
     configs = [settings_of(next(iter(group.values()))) for group in members.values()]
     short = telling(configs) if all(configs) else {}
-    texts = {whole: shown(config.get(whole) for config in configs) for whole in short.values()}
+    texts = {setting: shown(config.get(setting) for config in configs) for setting in short.values()}
     groups = [
         Group(
             name=name,
@@ -145,7 +145,7 @@ def compare(
             seeds=[*group],
             runs=[summarise(folder, last, target, metric, mode) for folder in group.values()],
             left_out=left_out.get(key, []),
-            settings={end: texts[whole][config.get(whole)] for end, whole in short.items()},
+            settings={end: texts[setting][config.get(setting)] for end, setting in short.items()},
         )
         for name, config, (key, group) in zip(ends, configs, members.items(), strict=True)
     ]
@@ -158,10 +158,10 @@ def compare(
             replace(group, runs=[summarise(folder, last, fmean(reached), metric, mode) for folder in group.folders])
             for group in groups
         ]
-    for folder, each in ((folder, run) for row in groups for folder, run in zip(row.folders, row.runs, strict=True)):
+    for folder, summary in ((folder, run) for row in groups for folder, run in zip(row.folders, row.runs, strict=True)):
         if not _ended(folder):
             asked = settings_of(folder)["trainer.max_rounds"]
-            say(f"not ended: {folder} has {each.rounds} of {asked} rounds, and counts all the same", file=sys.stderr)
+            say(f"not ended: {folder} has {summary.rounds} of {asked} rounds, and counts all the same", file=sys.stderr)
     return groups
 
 
@@ -195,15 +195,15 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     Raises:
         UserError: If a folder does not exist, or holds no run.
     """
-    found: dict[Path, None] = {}
-    for given in folders:
-        paths = located(given)
-        there = all(path.is_dir() for path in paths)
-        ensure(there, f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
+    runs: dict[Path, None] = {}
+    for folder in folders:
+        paths = located(folder)
+        exist = all(path.is_dir() for path in paths)
+        ensure(exist, f"runs = {folder}: no such folder; give the folders of runs, or a folder above them")
         below = sorted((run for path in paths for run in _below(path)), key=_by_number)
-        ensure(bool(below), f"runs = {given}: no run there, that is no {FILE} with a round; give another folder")
-        found |= dict.fromkeys(below)
-    return list(found)
+        ensure(bool(below), f"runs = {folder}: no run there, that is no {FILE} with a round; give another folder")
+        runs |= dict.fromkeys(below)
+    return list(runs)
 
 
 def of_run(groups: Iterable[Group], run: str | Path) -> Group:
@@ -213,12 +213,14 @@ def of_run(groups: Iterable[Group], run: str | Path) -> Group:
         UserError: If there is none, or more than one.
     """
     paths, groups = {*located(run)}, list(groups)
-    found = [group for group in groups if any(paths & {one, *one.parents} for one in group.folders)]
-    found = found or [group for group in groups if str(run) in (group.name, group.title, *group.settings.values())]
-    if len(found) == 1:
-        return found[0]
-    names = folded("; ".join(group.title for group in found or groups), 300)
-    problem = f"of {len(found)} configs; give one of them" if found else "none of the runs; add it to them, or name one"
+    matches = [group for group in groups if any(paths & {folder, *folder.parents} for folder in group.folders)]
+    matches = matches or [group for group in groups if str(run) in (group.name, group.title, *group.settings.values())]
+    if len(matches) == 1:
+        return matches[0]
+    names = folded("; ".join(group.title for group in matches or groups), 300)
+    problem = (
+        f"of {len(matches)} configs; give one of them" if matches else "none of the runs; add it to them, or name one"
+    )
     raise UserError(f"reference = {run}: {problem}: {names}")
 
 
@@ -227,8 +229,8 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
     if not (config := config_of(folder)):
         return str(folder), None
     try:
-        own = config["data"].get("init_args", {})  # a class of one's own may have none
-        seeds = config["trainer"]["seed"], own.get("seed", 0)
+        settings = config["data"].get("init_args", {})  # a class of one's own may have none
+        seeds = config["trainer"]["seed"], settings.get("seed", 0)
         hash(seeds)
         return run_key(folder), seeds
     except (AttributeError, KeyError, TypeError) as error:
@@ -276,9 +278,9 @@ def _ended(folder: Path) -> bool:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Returns a short name for each group: the end of the path of its first run, long enough to be unique."""
-    whole = [folder.as_posix() for folder in folders]
-    short = [re.sub(r"([/_]?seed_-?\d+)?(/version_\d+)?$", "", path) for path in whole]  # as `fit --seeds` names them
-    paths = [a if short.count(a) == 1 else b for a, b in zip(short, whole, strict=True)]
+    full = [folder.as_posix() for folder in folders]
+    short = [re.sub(r"([/_]?seed_-?\d+)?(/version_\d+)?$", "", path) for path in full]  # as `fit --seeds` names them
+    paths = [a if short.count(a) == 1 else b for a, b in zip(short, full, strict=True)]
     names = []
     for path in paths:
         parts = path.split("/")
@@ -346,8 +348,8 @@ def difference(group: Group, reference: Group, name: str) -> Difference | None:
         reference: Runs of another config.
         name: The statistic, as in `Group.values`.
     """
-    found = apart(group, reference, name)
-    return interval([*found.values()]) if found else None
+    differences = apart(group, reference, name)
+    return interval([*differences.values()]) if differences else None
 
 
 def apart(group: Group, reference: Group, name: str) -> dict[object, float]:
@@ -366,5 +368,5 @@ def interval(apart: Sequence[float]) -> Difference:
 
 
 def _by_seed(group: Group, name: str) -> Mapping[object, float]:
-    found = ((seed, group.value(run, name)) for seed, run in zip(group.seeds, group.runs, strict=True))
-    return {seed: value for seed, value in found if value is not None and math.isfinite(value)}
+    pairs = ((seed, group.value(run, name)) for seed, run in zip(group.seeds, group.runs, strict=True))
+    return {seed: value for seed, value in pairs if value is not None and math.isfinite(value)}

@@ -54,12 +54,12 @@ def read_config(path: Path) -> dict[str, Any]:
         UserError: If it is not readable.
     """
     try:
-        found = _parsed(path.read_text(encoding="utf-8"))
+        config = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: not readable ({folded(what):.120}); put the run's own file back") from None
-    ensure(isinstance(found, dict), f"{path}: no mapping of settings; put the run's own file back")
-    return dict(found)
+    ensure(isinstance(config, dict), f"{path}: no mapping of settings; put the run's own file back")
+    return dict(config)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -71,20 +71,20 @@ def config_of(folder: Path) -> dict[str, Any]:
 @lru_cache(1000)
 def _parsed(text: str) -> Any:
     """Returns what a config says, without secrets. A table reads the config of each of its runs several times."""
-    found = load_yaml(text)
-    json.dumps(found, sort_keys=True, default=str)  # keys that are no text, as those of `group_key` are
-    return hidden(found)
+    config = load_yaml(text)
+    json.dumps(config, sort_keys=True, default=str)  # keys that are no text, as those of `group_key` are
+    return hidden(config)
 
 
 def setting_of(config: Mapping[str, Any], key: str) -> Any:
     """Returns a value of a config by its key on the command line; None if it has no such key."""
-    at: Any = config
+    value: Any = config
     for name in key.split("."):
-        if not isinstance(at, Mapping):
+        if not isinstance(value, Mapping):
             return None
-        settings = at.get("init_args")
-        at = (settings if isinstance(settings, Mapping) and name in settings else at).get(name)
-    return at
+        settings = value.get("init_args")
+        value = (settings if isinstance(settings, Mapping) and name in settings else value).get(name)
+    return value
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -110,7 +110,7 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """
     old, new = flatten(saved), flatten(here)
     keys = different([old, new])
-    kept = [key for key in keys if not any(key.startswith(f"{other}.") for other in keys) and not is_execution(key)]
+    kept = [key for key in keys if not any(key.startswith(f"{part}.") for part in keys) and not is_execution(key)]
     return [
         f"{key} = {folded(old[key], 60)} (here: {folded(new[key], 60)})" for key in kept if key in old and key in new
     ]
@@ -138,17 +138,17 @@ def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     Returns:
         The keys by short name; none if they do not tell all configs apart.
     """
-    apart = varying(configs)
+    candidates = varying(configs)
     composed = [key for key in COMPOSED if any(config.get(key, "null") != "null" for config in configs)]
-    found = [key for key in apart if key in composed or all(key in config for config in configs)]
+    chosen = [key for key in candidates if key in composed or all(key in config for config in configs)]
 
     def kinds(keys: Sequence[str]) -> int:
         return len({tuple(config.get(key) for key in keys) for config in configs})
 
-    for key in apart:
-        if key not in found and kinds([*found, key]) > kinds(found):
-            found.append(key)
-    return short_names(found) if kinds(found) == len(configs) else {}
+    for key in candidates:
+        if key not in chosen and kinds([*chosen, key]) > kinds(chosen):
+            chosen.append(key)
+    return short_names(chosen) if kinds(chosen) == len(configs) else {}
 
 
 def varying(configs: Sequence[Mapping[str, str]]) -> list[str]:
@@ -160,7 +160,9 @@ def varying(configs: Sequence[Mapping[str, str]]) -> list[str]:
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Returns keys by a short name: the end of the key, long enough to be unique, or else the key."""
     ends = {key: [".".join(key.split(".")[-n:]) for n in range(1, key.count(".") + 2)] for key in keys}
-    return {next((e for e in own if sum(e in other for other in ends.values()) == 1), k): k for k, own in ends.items()}
+    return {
+        next((e for e in names if sum(e in rivals for rivals in ends.values()) == 1), k): k for k, names in ends.items()
+    }
 
 
 def find_setting(keys: Sequence[str], name: str, option: str) -> str:
@@ -169,10 +171,10 @@ def find_setting(keys: Sequence[str], name: str, option: str) -> str:
     Raises:
         UserError: If there is none, or more than one.
     """
-    found = [key for key in keys if key == name] or [key for key in keys if key.endswith(f".{name}")]
-    problem = "the end of several settings" if found else "no setting that varies in these runs"
-    ensure(len(found) == 1, f"{option} = {name}: {problem}; choose from {', '.join(found or short_names(keys))}")
-    return found[0]
+    matches = [key for key in keys if key == name] or [key for key in keys if key.endswith(f".{name}")]
+    problem = "the end of several settings" if matches else "no setting that varies in these runs"
+    ensure(len(matches) == 1, f"{option} = {name}: {problem}; choose from {', '.join(matches or short_names(keys))}")
+    return matches[0]
 
 
 def different(configs: Sequence[Mapping[str, str]]) -> list[str]:
@@ -194,7 +196,7 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     For a list, its entries stand under its key, and the settings of entries with a class stand below it, by the name of
     the class, such as Compress, or Compress_2 for the second one of the class.
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for key, value in config.items():
         below: Any = value
         if isinstance(value, list):
@@ -205,10 +207,10 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
         elif isinstance(value, dict) and "class_path" in value:
             below = value.get("init_args")
         if below is not value or not isinstance(value, dict) or not value:
-            found[key] = ", ".join(map(_name, value)) if isinstance(value, list) else _name(value)
+            settings[key] = ", ".join(map(_name, value)) if isinstance(value, list) else _name(value)
         if isinstance(below, dict):
-            found |= {f"{key}.{name}": text for name, text in flatten(below).items()}
-    return found
+            settings |= {f"{key}.{name}": text for name, text in flatten(below).items()}
+    return settings
 
 
 def only_python(config: Mapping[str, Any]) -> dict[str, str]:
@@ -251,7 +253,7 @@ def run_key(folder: Path) -> str:
 def without_defaults(value: Any) -> Any:
     """Returns a config without the settings at a default that earlier configs lack: null, or that of `SINCE`."""
     if isinstance(value, dict):
-        return {key: without_defaults(each) for key, each in value.items() if each != SINCE.get(key)}
+        return {key: without_defaults(setting) for key, setting in value.items() if setting != SINCE.get(key)}
     return list(map(without_defaults, value)) if isinstance(value, list) else value
 
 

@@ -123,9 +123,9 @@ def curve_files(runs: Mapping[str, Runs]) -> dict[str, str | bytes]:
     bands = [(text, name, curve(group, name), group) for text, group in groups.items() for name in drawn(groups)]
     rows = (
         (text, name, *point, sum(name in run for run in group))
-        for text, name, found, group in bands
-        if found is not None
-        for point in zip(*found, strict=True)
+        for text, name, band, group in bands
+        if band is not None
+        for point in zip(*band, strict=True)
     )
     return {
         "curves.csv": table_text(["run", "metric", "round", "mean", "sd", "seeds"], rows),
@@ -204,20 +204,20 @@ def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]], hours
     if not hours:
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     for i, (text, group) in enumerate(groups.items()):
-        look, found = {**line_style(i), "gid": f"run-{i}"}, curve(group, name)
-        if found is None:
+        look, band = {**line_style(i), "gid": f"run-{i}"}, curve(group, name)
+        if band is None:
             continue
-        low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))
-        means, ends = means + found.mean, ends + low
-        at = _hours(group, found.rounds) if hours else found.rounds
-        axes.plot(at, found.mean, label=text, marker="." if len(at) < 30 else None, **look)
+        low, high = ([m + sign * sd for m, sd in zip(band.mean, band.sd, strict=True)] for sign in (-1, 1))
+        means, ends = means + band.mean, ends + low
+        x = _hours(group, band.rounds) if hours else band.rounds
+        axes.plot(x, band.mean, label=text, marker="." if len(x) < 30 else None, **look)
         faint = {"color": look["color"], "gid": look["gid"]}
         if len(group) > 1:
-            axes.fill_between(at, low, high, alpha=0.2, linewidth=0, **faint)
-        elif len(at) < len(group[0][name]):
+            axes.fill_between(x, low, high, alpha=0.2, linewidth=0, **faint)
+        elif len(x) < len(group[0][name]):
             pairs = group[0][name]
-            each, values = zip(*pairs[:: -(-len(pairs) // SINGLE)], strict=True)
-            axes.plot(_hours(group, each) if hours else each, values, linewidth=0.4, alpha=0.3, zorder=1, **faint)
+            rounds, values = zip(*pairs[:: -(-len(pairs) // SINGLE)], strict=True)
+            axes.plot(_hours(group, rounds) if hours else rounds, values, linewidth=0.4, alpha=0.3, zorder=1, **faint)
     if is_flatness(name):
         scale_axis(axes.yaxis, ends)  # a band that reaches 0 has no place on a logarithmic axis
     elif name.endswith("loss") and max(means, default=0) > DIVERGED:
@@ -239,9 +239,9 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
         group.name: [(run.flatness[measure], run.mean) for run in group.runs if measure in run.flatness]
         for group in groups
     }
-    found = {text: values for text, values in points.items() if values}
-    if len(found) > MOST:
-        return _plot_rows(found, f"{label(name)} (smaller is flatter)", metric)
+    measured = {text: values for text, values in points.items() if values}
+    if len(measured) > MOST:
+        return _plot_rows(measured, f"{label(name)} (smaller is flatter)", metric)
     with new_figure(COLUMN, 2.5, grid="both") as figure:
         axes = figure.add_subplot(xlabel=f"{label(name)} (smaller is flatter)", ylabel=label(metric))
         axes.locator_params(axis="x", nbins=5)
@@ -249,7 +249,7 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
             look = {**marked_style(i), "linestyle": "none", "gid": f"run-{i}"}
             if values:
                 axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
-        scale_axis(axes.xaxis, [x for values in found.values() for x, _ in values])
+        scale_axis(axes.xaxis, [x for values in measured.values() for x, _ in values])
         place_legend(figure, always=len(groups) > 1)
     return figure
 
@@ -260,7 +260,7 @@ def _plot_rows(groups: Mapping[str, Pairs], flatness: str, metric: str) -> Figur
         left, right = figure.subplots(1, 2, sharey=True)
         for axes, title, column in ((left, label(metric), 1), (right, flatness, 0)):
             values = [[pair[column] for pair in groups[text]] for text in order]
-            means, sds = [average(each) for each in values], [deviation(each) or 0.0 for each in values]
+            means, sds = [average(numbers) for numbers in values], [deviation(numbers) or 0.0 for numbers in values]
             axes.errorbar(
                 means, range(len(order)), xerr=sds, fmt="o", markersize=3, linewidth=0.8, color=line_style(0)["color"]
             )
@@ -284,11 +284,11 @@ HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++++", "oooo")
 """Bars differ by more than their colour."""
 
 
-def _bars(axes: Axes, i: int, of: int, places: Iterable[int], heights: Sequence[float], **look: Any) -> None:
+def _bars(axes: Axes, i: int, count: int, places: Iterable[int], heights: Sequence[float], **look: Any) -> None:
     """Draws the bars of the i-th of several labels at the places of their groups."""
-    width = 0.8 / of
+    width = 0.8 / count
     look |= {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "white"}
-    axes.bar([place + (i - (of - 1) / 2) * width for place in places], heights, width, linewidth=0.4, **look)
+    axes.bar([place + (i - (count - 1) / 2) * width for place in places], heights, width, linewidth=0.4, **look)
 
 
 def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> Figure:
@@ -332,7 +332,7 @@ def plot_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, Sequence[
                 axes.errorbar(x, y, spread if any(spread) else None, label=text, **look)
             scale_axis(axes.xaxis, [at for points in lines.values() for at, _ in points])
             tried, *others = (tuple(at for at, _ in points) for points in lines.values())
-            if all(other == tried for other in others):
+            if all(places == tried for places in others):
                 axes.set_xticks(tried, [f"{at:g}" for at in tried])
         place_legend(figure)
     return figure

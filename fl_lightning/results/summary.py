@@ -53,8 +53,8 @@ def window(lasts: Iterable[int]) -> str:
     Args:
         lasts: `last_rounds` of each run, at least one.
     """
-    found = sorted(set(lasts))
-    return f"last {found[0]} to {found[-1]}" if len(found) > 1 else f"last {found[0]}"
+    lengths = sorted(set(lasts))
+    return f"last {lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"last {lengths[0]}"
 
 
 def window_of(folders: Iterable[Path]) -> str:
@@ -75,10 +75,10 @@ def eval_last_of(folder: Path) -> int:
         UserError: If the file is not readable.
     """
     if config := config_of(folder):
-        found = setting_of(config, "trainer.eval_last")
+        eval_last = setting_of(config, "trainer.eval_last")
     else:
-        found = read_json(folder / SUMMARY, dict, {}).get("last")
-    return found if isinstance(found, int) else 1
+        eval_last = read_json(folder / SUMMARY, dict, {}).get("last")
+    return eval_last if isinstance(eval_last, int) else 1
 
 
 def values(metric: str, pairs: Pairs, rounds: int, eval_last: int, last: int | None = None) -> list[float]:
@@ -227,7 +227,7 @@ def summarise(
     best_round, best = best_of(evaluated, mode)
     as_good = (at for at, x in evaluated if target is not None and sign * x >= sign * target and math.isfinite(x))
     reached = next(as_good, None)
-    headlines = {name: average(found) for name, found in counted.items() if found}
+    headlines = {name: average(numbers) for name, numbers in counted.items() if numbers}
 
     def minutes(until: int) -> float | None:
         seconds = [value for at, value in columns.get("time/round_s", ()) if at <= until]

@@ -38,13 +38,13 @@ def wrapped(text: str, stream: Any = None, joint: str = "") -> str:
     if not (stream or sys.stdout).isatty():
         return text
     width = shutil.get_terminal_size().columns - len(joint)
-    whole = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join(f"{joint}\n".join(whole.wrap(line)) for line in text.split("\n"))
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(f"{joint}\n".join(wrapper.wrap(line)) for line in text.split("\n"))
 
 
 def visible(text: str) -> str:
     """Returns a text with what a terminal takes for commands escaped."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def say(text: str, **options: Any) -> None:
@@ -54,8 +54,8 @@ def say(text: str, **options: Any) -> None:
 
 def command(*args: str, before: str = "") -> str:
     """Returns a command of the shell after a text; a terminal shows it in lines that can be copied together."""
-    whole = (shlex.quote(arg).replace(" ", "\0") for arg in args)
-    return wrapped(f"{before}{' '.join(whole)}", joint=" \\").replace("\0", " ")
+    words = (shlex.quote(arg).replace(" ", "\0") for arg in args)
+    return wrapped(f"{before}{' '.join(words)}", joint=" \\").replace("\0", " ")
 
 
 def filled(heads: Sequence[str], rows: Iterable[Iterable[str]], left: int = 1, **options: Any) -> Table:
@@ -95,12 +95,12 @@ def fitting(table: Table, width: int, keys: int = 1) -> Iterator[Table]:
         words.append(min(max([*head, *map(cell_len, " ".join(map(str, column.cells)).split())]), TEXT))
     between, edge = (3, 1) if table.box else (2, 0)
     room = width - edge
-    whole = [*map(max, least[:keys], words), *least[keys:]]
-    least = whole if sum(whole[:keys]) + max(whole[keys:], default=0) + between * (keys + 1) <= room else least
+    unbroken = [*map(max, least[:keys], words), *least[keys:]]
+    least = unbroken if sum(unbroken[:keys]) + max(unbroken[keys:], default=0) + between * (keys + 1) <= room else least
     if sum(natural) + between * len(natural) <= room:
         yield table
         return
-    if keys > 1 and sum(whole[:keys]) + between * keys > room / 2:
+    if keys > 1 and sum(unbroken[:keys]) + between * keys > room / 2:
         numbers = filled(["#"], [[str(i + 1)] for i in range(table.row_count)], left=0).columns
         numbered = copy.copy(table)
         numbered.columns = [*numbers, *table.columns]

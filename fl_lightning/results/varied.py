@@ -78,7 +78,7 @@ class Pivot:
     def best(self) -> str:
         """The best mean in a line; nothing where no run is finite."""
         complete = {at: group.values("mean") for at, group in self.cells.items()}
-        means = {at: fmean(found) for at, found in complete.items() if len(found) == len(self.cells[at].runs)}
+        means = {at: fmean(values) for at, values in complete.items() if len(values) == len(self.cells[at].runs)}
         if not means:
             return ""
         at = (max if self.column.mode == "max" else min)(means, key=lambda place: means[place])
@@ -114,17 +114,17 @@ class Pivot:
             )
             axes.set_yticks(range(len(self.rows)), [wrapped(value, 1.0) for value in self.rows])
             for (i, j), value in np.ndenumerate(grid):
-                found = self.cells.get((self.rows[i], self.columns[j]))
-                if found is not None and np.isfinite(value):
+                group = self.cells.get((self.rows[i], self.columns[j]))
+                if group is not None and np.isfinite(value):
                     light = np.dot(shades(image.norm(value))[:3], LUMINANCE) > 0.5
-                    weight = "bold" if is_best(found, self.column, groups) else "normal"
+                    weight = "bold" if is_best(group, self.column, groups) else "normal"
                     look = {"color": "black" if light else "white", "fontsize": 7, "weight": weight}
                     axes.text(j, i, format(value, form), ha="center", va="center", **look)
             figure.colorbar(image, label=wrapped(label(self.metric), 0.2 * len(self.rows) + 0.8), pad=0.02)
         return figure
 
     def _grid(self) -> NDArray[np.float64]:
-        means = {at: fmean(found) for at, group in self.cells.items() if (found := group.values("mean"))}
+        means = {at: fmean(values) for at, group in self.cells.items() if (values := group.values("mean"))}
         return np.array([[means.get((row, column), np.nan) for column in self.columns] for row in self.rows])
 
 
@@ -141,31 +141,31 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
     configs = [settings_of(group.folders[0]) for group in groups]
     apart = varying(configs)
     short = {key: name for name, key in short_names(apart).items()}
-    given = [name.strip() for name in names.split(",")]
+    chosen = [name.strip() for name in names.split(",")]
     listed = ", ".join(short.values())
     require(
         len(apart) > 1, "pivot", names, f"fewer than two settings vary in these runs: {listed or 'none'}; give more"
     )
     require(
-        len({*given}) == len(given) == 2, "pivot", names, f"give two settings, as in rho,alpha; choose from {listed}"
+        len({*chosen}) == len(chosen) == 2, "pivot", names, f"give two settings, as in rho,alpha; choose from {listed}"
     )
-    keys = [find_setting(apart, name, "pivot") for name in given]
+    keys = [find_setting(apart, name, "pivot") for name in chosen]
     others = [key for key in apart if key not in keys]
     kinds = list(dict.fromkeys(tuple(config.get(key) for key in others) for config in configs))
-    one, other = (shown(config.get(key) for config in configs) for key in keys)
+    row_texts, column_texts = (shown(config.get(key) for config in configs) for key in keys)
     parts = grouped(
         (
-            (one[config.get(keys[0])], other[config.get(keys[1])]),
+            (row_texts[config.get(keys[0])], column_texts[config.get(keys[1])]),
             (group, kinds.index(tuple(config.get(key) for key in others))),
         )
         for group, config in zip(groups, configs, strict=True)
     )
-    cells = {at: _together(", ".join(at), alike) for at, alike in parts.items()}
+    cells = {at: _together(", ".join(at), part) for at, part in parts.items()}
     rows, columns = (sorted({at[i] for at in cells}, key=_order) for i in (0, 1))
     run = groups[0].runs[0]
-    form = Column("mean", "mean", "mean", run.mode, fraction=known(run.metric).unit == "fraction")
+    column = Column("mean", "mean", "mean", run.mode, fraction=known(run.metric).unit == "fraction")
     named = [short[key] for key in (*keys, *others)]
-    return Pivot((named[0], named[1]), rows, columns, cells, named[2:], form, run.metric)
+    return Pivot((named[0], named[1]), rows, columns, cells, named[2:], column, run.metric)
 
 
 def _together(name: str, parts: Sequence[tuple[Group, int]]) -> Group:
@@ -251,11 +251,11 @@ class Tried:
         x, y = np.array(columns).T, np.array(self.values)
         forest = RandomForestRegressor(TREES, oob_score=True, random_state=0).fit(x, y)
         lost = permutation_importance(forest, x, y, n_repeats=REPEATS, random_state=0)
-        signs = [
+        correlations = [
             float(spearmanr(column, y).statistic) if _numbers(texts) else math.nan
             for column, texts in zip(columns, self.settings.values(), strict=True)
         ]
-        numbers = (self.settings, lost["importances_mean"].tolist(), lost["importances_std"].tolist(), signs)
+        numbers = (self.settings, lost["importances_mean"].tolist(), lost["importances_std"].tolist(), correlations)
         unsorted = (Importance(*row) for row in zip(*numbers, strict=True))
         return sorted(unsorted, key=lambda importance: -importance.lost), (
             f"{n} configs; R² that a random forest loses when a setting is shuffled; on configs that it has not seen, "
