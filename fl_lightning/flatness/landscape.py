@@ -69,11 +69,11 @@ def evaluate(
         while done < n:
             until = min(done + per_pass, n)
             points = torch.stack([point(i) for i in range(done, until)])
-            found = {
+            measurements = {
                 name: mean_losses(model, loss, batches, points, reduce=reduce, classes=classes)
                 for name, batches in data.items()
             }
-            for name, measured in found.items():
+            for name, measured in measurements.items():
                 values[name][:, done:until] = torch.stack(measured).numpy()
             done = until
             if progress is not None:
