@@ -21,7 +21,7 @@ EXECUTION = (
 
 
 ONLY_PYTHON = re.compile(r"\((?:[^()]*, )?id [0-9a-f]{6}\)|\b__main__\.|<locals>")
-"""Is found in settings that no config can make: what a description of `core.made` has, and classes of a script."""
+"""A pattern of settings that no config can make: what a description of `core.made` has, and classes of a script."""
 SINCE = {"absent": "kept", "state": "reset", "warmup": 0, "rho0": 0.001, "eps": 1e-12}
 """Settings that classes got after the ledger's first rows, and the defaults that these have; of others it is null."""
 LENGTH = ("max_rounds", "max_time")
@@ -43,8 +43,8 @@ def config_files(folder: Path) -> dict[int, Path]:
     Args:
         folder: The run folder.
     """
-    named = ((re.fullmatch(r"config(?:_round_(\d+))?\.yaml", path.name), path) for path in folder.glob("config*.yaml"))
-    return dict(sorted((int(match[1] or 0), path) for match, path in named if match))
+    files = ((re.fullmatch(r"config(?:_round_(\d+))?\.yaml", path.name), path) for path in folder.glob("config*.yaml"))
+    return dict(sorted((int(match[1] or 0), path) for match, path in files if match))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: not readable ({folded(what):.120}); put the run's own file back") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: not readable ({folded(reason):.120}); put the run's own file back") from None
     ensure(isinstance(config, dict), f"{path}: no mapping of settings; put the run's own file back")
     return dict(config)
 
@@ -198,18 +198,18 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """
     settings: dict[str, str] = {}
     for key, value in config.items():
-        below: Any = value
+        nested: Any = value
         if isinstance(value, list):
             parts = [entry for entry in value if isinstance(entry, dict)]
-            kinds = [str(part.get("class_path", place)).rpartition(".")[2] for place, part in enumerate(parts)]
-            named = [f"{kind}_{n + 1}" if n else kind for kind, n in zip(kinds, earlier(kinds), strict=True)]
-            below = dict(zip(named, parts, strict=True))
+            classes = [str(part.get("class_path", index)).rpartition(".")[2] for index, part in enumerate(parts)]
+            names = [f"{kind}_{n + 1}" if n else kind for kind, n in zip(classes, earlier(classes), strict=True)]
+            nested = dict(zip(names, parts, strict=True))
         elif isinstance(value, dict) and "class_path" in value:
-            below = value.get("init_args")
-        if below is not value or not isinstance(value, dict) or not value:
+            nested = value.get("init_args")
+        if nested is not value or not isinstance(value, dict) or not value:
             settings[key] = ", ".join(map(_name, value)) if isinstance(value, list) else _name(value)
-        if isinstance(below, dict):
-            settings |= {f"{key}.{name}": text for name, text in flatten(below).items()}
+        if isinstance(nested, dict):
+            settings |= {f"{key}.{name}": text for name, text in flatten(nested).items()}
     return settings
 
 
@@ -334,18 +334,18 @@ def _check(text: str) -> None:
                 closed = stack.pop()
                 sizes[closed.anchor] = size = closed.size
             case yaml.AliasEvent(anchor=anchor):
-                _ensure(all(anchor != above.anchor for above in stack), f"{line}: *{anchor} stands within itself")
+                _ensure(all(anchor != ancestor.anchor for ancestor in stack), f"{line}: *{anchor} stands within itself")
                 size = sizes.get(anchor, 1)
             case yaml.ScalarEvent():
                 size, key = 1, event.value
             case _:
                 continue
-        within = stack[-1]
-        if within.keys is not None and within.children % 2 == 0 and key not in (None, "<<"):
-            _ensure(key not in within.keys, f"{line}: {key} is there twice; give it once")
-            within.keys.add(key)
-        within.children, within.size = within.children + 1, within.size + size
-        _ensure(within.size <= SIZE, f"{line}: unfolds to more than {SIZE:,} values")
+        parent = stack[-1]
+        if parent.keys is not None and parent.children % 2 == 0 and key not in (None, "<<"):
+            _ensure(key not in parent.keys, f"{line}: {key} is there twice; give it once")
+            parent.keys.add(key)
+        parent.children, parent.size = parent.children + 1, parent.size + size
+        _ensure(parent.size <= SIZE, f"{line}: unfolds to more than {SIZE:,} values")
 
 
 def _ensure(ok: bool, problem: str) -> None:

@@ -251,10 +251,10 @@ def _numbers(path: Path, what: str, *integers: str) -> Iterator[list[Any]]:
         with path.open(newline="", encoding="utf-8") as file:
             rows = _rows(file)
             head = next(rows, [])
-            if absent := [name for name in integers if name not in head]:
-                raise ValueError(f"no column named {absent[0]}")
+            if missing := [name for name in integers if name not in head]:
+                raise ValueError(f"no column named {missing[0]}")
             yield head
-            reads, places = (
+            reads, indices = (
                 [int if name in integers else float for name in head],
                 [head.index(name) for name in integers],
             )
@@ -264,9 +264,9 @@ def _numbers(path: Path, what: str, *integers: str) -> Iterator[list[Any]]:
                 values: list[Any] = [
                     read(cell) if cell or read is int else None for read, cell in zip(reads, row, strict=True)
                 ]
-                for place in places:
-                    if not -LARGEST <= values[place] <= LARGEST:
-                        raise ValueError(f"{head[place]} beyond {LARGEST}")
+                for index in indices:
+                    if not -LARGEST <= values[index] <= LARGEST:
+                        raise ValueError(f"{head[index]} beyond {LARGEST}")
                 yield values
     except IsADirectoryError:
         raise UserError(f"{path}: a folder; give the table of {what} in it") from None
@@ -286,11 +286,11 @@ def read_metrics(path: str | Path) -> dict[str, Series]:
     """
     rows = _numbers(Path(path), "metrics", "round")
     head = next(rows)
-    columns, place = [Series() for _ in head], head.index("round")
+    columns, index = [Series() for _ in head], head.index("round")
     for row in rows:
         for series, value in zip(columns, row, strict=True):
             if value is not None:
-                series.append(row[place], value)
+                series.append(row[index], value)
     return {name: series for name, series in zip(head, columns, strict=True) if series and name != "round"}
 
 
@@ -339,15 +339,15 @@ def write_table(path: Path, head: Iterable[Any], rows: Iterable[Iterable[Any]]) 
 
 def table_text(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """Returns a table as CSV; text that a spreadsheet would take for a formula gets a quote before it."""
-    text = StringIO()
-    csv.writer(text).writerows(
+    buffer = StringIO()
+    csv.writer(buffer).writerows(
         [
             f"'{cell}" if isinstance(cell, str) and cell[:1] in FORMULA and not NUMBER.fullmatch(cell) else cell
             for cell in row
         ]
         for row in (head, *rows)
     )
-    return text.getvalue()
+    return buffer.getvalue()
 
 
 def markdown(lines: Iterable[Iterable[str]]) -> str:

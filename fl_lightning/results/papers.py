@@ -169,8 +169,8 @@ def _to_target(run: Path, name: str, at: str) -> float | None:
 def _of_client(run: Path, name: str, images: str) -> float | None:
     """Returns a measure of the first client that has images of one class alone; ``airplane2`` is of the second."""
     clients, measured = clients_of(run, images.rstrip("2")), last_measurements(run).get(name)
-    place = images.endswith("2")
-    return measured["details"]["clients"].get(str(clients[place])) if measured and len(clients) > place else None
+    index = images.endswith("2")
+    return measured["details"]["clients"].get(str(clients[index])) if measured and len(clients) > index else None
 
 
 def clients_of(run: Path, images: str) -> list[int]:
@@ -228,8 +228,8 @@ def beside(
         settings: Settings of the runs that are not the paper's.
     """
     numbers = {run: our_number(run, cell.metric, fraction) for run in runs}
-    counted = COUNTED.get((cell.paper, cell.algorithm, cell.metric.partition("@")[0]), 1.0)
-    finite = {run: counted * x for run, x in numbers.items() if x is not None and math.isfinite(x)}
+    factor = COUNTED.get((cell.paper, cell.algorithm, cell.metric.partition("@")[0]), 1.0)
+    finite = {run: factor * x for run, x in numbers.items() if x is not None and math.isfinite(x)}
     words = {None: "not measured"} | ({math.inf: "not reached"} if cell.metric.partition("@")[0] in TARGETS else {})
     left_out = [f"{run}: {cell.metric} is {words.get(x, x)}" for run, x in numbers.items() if run not in finite]
     return Line(cell, tuple(finite.values()), tuple(runs), (*errors, *left_out), fraction, settings)

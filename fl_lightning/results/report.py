@@ -133,7 +133,7 @@ def read_group(group: Group) -> list[RunFiles]:
 def partitions(runs: Sequence[RunFiles]) -> list[tuple[Json, list[str]]]:
     """Returns the partitions that differ, and the runs that have each."""
     by_partition = grouped((repr(run.partition), run) for run in runs if run.partition)
-    return [(sharing[0].partition, [run.label for run in sharing]) for sharing in by_partition.values()]
+    return [(members[0].partition, [run.label for run in members]) for members in by_partition.values()]
 
 
 def spectra(runs: Sequence[RunFiles]) -> dict[str, list[float]]:
@@ -200,16 +200,17 @@ def _provenance(path: Path) -> Json:
             words = shlex.split(start["command"])
         except ValueError:  # no command that a run writes
             words = start["command"].split()
-        if (kept := hidden_words(words)) != words:
-            start["command"] = shlex.join(kept)
+        if (public := hidden_words(words)) != words:
+            start["command"] = shlex.join(public)
     return {**provenance, "changes": {key: hidden_text(text) for key, text in provenance["changes"].items()}}
 
 
 def _partition(path: Path) -> Json:
     partition: Json = read_json(path, PARTITION, {})
-    named = len(partition.get("names", range(partition.get("classes", 0)))) == partition.get("classes", 0)
+    consistent = len(partition.get("names", range(partition.get("classes", 0)))) == partition.get("classes", 0)
     ensure(
-        partition == {} or (partition["counts"] and named), f"{path}: not what a run writes there; restore or remove it"
+        partition == {} or (partition["counts"] and consistent),
+        f"{path}: not what a run writes there; restore or remove it",
     )
     return partition
 
@@ -241,8 +242,8 @@ def papers(runs: Runs) -> list[tuple[str, Line]]:
     for group, files in runs:
         for entry in {json.dumps(entry, sort_keys=True): entry for run in files for entry in run.cells}.values():
             (paper, *_) = find(**{key: entry[key] for key in COLUMNS if key in entry})
-            how = float(entry.get("fraction", 1)), (), entry.get("settings", "")
-            rows.append((group.name, beside(paper, group.folders, *how)))
+            arguments = float(entry.get("fraction", 1)), (), entry.get("settings", "")
+            rows.append((group.name, beside(paper, group.folders, *arguments)))
     return rows
 
 
@@ -303,7 +304,7 @@ def report_page(
         shown: The columns of the table.
         protocol: What all measurements of flatness have in common.
         figures: The figures by section and title; those of landscapes are taken from the run folders.
-        importances: Of the settings of a sweep, and what they are; None: without that table.
+        importances: Importances of the settings of a sweep, and a line on them; None: no such table.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

@@ -81,9 +81,9 @@ class Store:
         path = folder / ROWS
         texts = path.read_bytes().splitlines() if path.is_file() else []
         self.lines: list[Line] = [parse_json(text, path, LINE) for text in texts]
-        twice = [row for row, n in Counter(line["row"] for line in self.lines).items() if n > 1]
+        duplicates = [row for row, n in Counter(line["row"] for line in self.lines).items() if n > 1]
         remedy = "restore it, and join stores by fl-lightning study add"
-        ensure(not twice, f"{path}: several rows {', '.join(twice)}; {remedy}")
+        ensure(not duplicates, f"{path}: several rows {', '.join(duplicates)}; {remedy}")
 
     @classmethod
     @contextmanager
@@ -146,15 +146,15 @@ class Store:
         *column, method = REPEATED.sub("", name).split("/")
         head, *rows = csv.reader(io.StringIO(files[FILE], newline=""))
         heading, *streams = self._streams or [b""]
-        before = _cells(heading)[0] if heading else KEYS
-        columns = [*dict.fromkeys([*before, *head])]
-        if commas := "," * (len(columns) - len(before)):
+        old_columns = _cells(heading)[0] if heading else KEYS
+        columns = [*dict.fromkeys([*old_columns, *head])]
+        if commas := "," * (len(columns) - len(old_columns)):
             streams = [_packed(_text(stream).replace("\r\n", f"{commas}\r\n")) for stream in streams]
         line = {"row": name, "method": method, "column": "/".join(column), "seed": about["seed"]}
-        named = [dict(zip([*KEYS, *head], [*line.values(), *row], strict=True)) for row in rows]
-        first, *others = [[row.get(name, "") for name in columns] for row in named]
+        records = [dict(zip([*KEYS, *head], [*line.values(), *row], strict=True)) for row in rows]
+        first, *others = [[row.get(name, "") for name in columns] for row in records]
         streams[index : index + 1] = [_packed(table_text(first, others))]
-        filled = [name for name in columns if name not in KEYS and any(row.get(name) for row in named)]
+        filled = [name for name in columns if name not in KEYS and any(row.get(name) for row in records)]
         line |= {"about": about} | ({} if filled == head else {"columns": head})
         line |= {"thinned": True} if len(rows) < about.get("rounds", 0) else {}
         configs = [*map(self.config, self.lines[1:])] if index == 0 else []

@@ -96,8 +96,8 @@ def values(metric: str, pairs: Pairs, rounds: int, eval_last: int, last: int | N
     """
     if last is None and metric.startswith("flatness/"):
         return [pairs[-1][1]]
-    before = rounds - (last or last_rounds(rounds, eval_last))
-    recent = [value for at, value in pairs if at > before]
+    start = rounds - (last or last_rounds(rounds, eval_last))
+    recent = [value for round, value in pairs if round > start]
     return recent if recent or last else [pairs[-1][1]]
 
 
@@ -283,12 +283,12 @@ def flatness_verdict(columns: Columns) -> str:
     if len(values) < 2 or not losses:
         return ""
     (_, start), (last, end) = losses[0], values[-1]
-    halved = next((at for at, loss in losses if loss <= start / 2), None)
+    halved = next((round for round, loss in losses if loss <= start / 2), None)
     if halved is None:
         return f"no verdict, training loss fell from {start:.4g} to {min(loss for _, loss in losses):.4g}, not to half"
     earlier = [pair for pair in values[:-1] if pair[0] >= halved]
     if not earlier:
         return f"no verdict, one lambda_max since training loss had halved (round {halved})"
-    at, peak = max(earlier, key=lambda pair: pair[1])
+    peak_round, peak = max(earlier, key=lambda pair: pair[1])
     trend = "flatter" if end < peak else "sharper" if end > peak else "neither flatter nor sharper"
-    return f"{trend}, lambda_max {end:.4g} (round {last}), from {peak:.4g} (round {at})"
+    return f"{trend}, lambda_max {end:.4g} (round {last}), from {peak:.4g} (round {peak_round})"

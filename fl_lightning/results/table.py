@@ -74,7 +74,7 @@ class Column:
 
     @property
     def in_paper(self) -> "Column":
-        """As papers print it: accuracy and mIoU in per cent."""
+        """The column as papers print it: accuracy and mIoU in per cent."""
         return replace(self, scale=100.0, form=",.2f", spread=self.spread and ",.2f") if self.fraction else self
 
     def number(self, value: float) -> str:
@@ -237,13 +237,13 @@ def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
         return True
     second = max(others, key=mean)
     theirs = second.values(column.of)
-    by, printed = mean(group) - mean(second), {column.number(fmean(values)) for values in (ours, theirs)}
-    if by <= 0 or len(printed) == 1:
+    lead, printed = mean(group) - mean(second), {column.number(fmean(values)) for values in (ours, theirs)}
+    if lead <= 0 or len(printed) == 1:
         return False
-    apart = difference(group, second, column.of)
-    if apart is not None and apart.seeds > 1:
-        return sign * apart.mean > apart.half
-    return by > max(deviation(ours) or 0.0, deviation(theirs) or 0.0)
+    gap = difference(group, second, column.of)
+    if gap is not None and gap.seeds > 1:
+        return sign * gap.mean > gap.half
+    return lead > max(deviation(ours) or 0.0, deviation(theirs) or 0.0)
 
 
 def _printed(value: float, form: str) -> str:

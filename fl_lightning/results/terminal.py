@@ -109,13 +109,13 @@ def fitting(table: Table, width: int, keys: int = 1) -> Iterator[Table]:
     parts = divided([size + between for size in least], room, keys)
     for place, part in enumerate(parts):
         spare = room - sum(least[i] + between for i in part)
-        shown = copy.copy(table)
-        shown.columns = [copy.copy(table.columns[i]) for i in part]
-        shown.title, shown.caption = None if place else table.title, None if part is not parts[-1] else table.caption
-        for i, column in zip(part, shown.columns, strict=True):
-            more = max(0, min(natural[i] - least[i], spare))
-            column.width, column.overflow, column.no_wrap, spare = least[i] + more, "fold", False, spare - more
-        yield shown
+        narrow = copy.copy(table)
+        narrow.columns = [copy.copy(table.columns[i]) for i in part]
+        narrow.title, narrow.caption = None if place else table.title, None if part is not parts[-1] else table.caption
+        for i, column in zip(part, narrow.columns, strict=True):
+            extra = max(0, min(natural[i] - least[i], spare))
+            column.width, column.overflow, column.no_wrap, spare = least[i] + extra, "fold", False, spare - extra
+        yield narrow
 
 
 def divided(widths: Sequence[float], room: float, keys: int) -> list[list[int]]:
@@ -152,8 +152,8 @@ def show_table(table: Table, keys: int = 1) -> None:
 
 def short_path(folder: Path) -> str:
     """Returns a path from the working folder on, if it lies there."""
-    here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+    cwd = Path.cwd()
+    return str(folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder)
 
 
 def write_new(folder: str, files: Mapping[str, str]) -> None:
@@ -168,8 +168,8 @@ def write_new(folder: str, files: Mapping[str, str]) -> None:
             nothing is written then.
     """
     target = make_folder(folder, "folder")
-    there = sorted(path.name for path in target.iterdir() if path.name[0] != "." and path.name != "__pycache__")
-    ensure(not there, f"folder = {folder}: not empty, it has {', '.join(there[:3])}; choose a new folder")
+    existing = sorted(path.name for path in target.iterdir() if path.name[0] != "." and path.name != "__pycache__")
+    ensure(not existing, f"folder = {folder}: not empty, it has {', '.join(existing[:3])}; choose a new folder")
     for name, text in files.items():
         write_atomically(target / name, text)
         print(target / name)

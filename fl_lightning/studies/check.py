@@ -82,21 +82,21 @@ def check(
         (store / name).as_posix().strip("/.").replace("/", "_"): (store, name, located(store / name)[0])
         for store, name in rows
     }
-    most = [] if minutes is None else [f"--trainer.max_time=00:{minutes // 60:02}:{minutes % 60:02}:00"]
-    with TemporaryDirectory() as out:
-        again = [
-            Trial(trial, (f"--config={row / CONFIG}", *settings, *most), COMMANDS[about(row)["kind"]])
+    limit = [] if minutes is None else [f"--trainer.max_time=00:{minutes // 60:02}:{minutes % 60:02}:00"]
+    with TemporaryDirectory() as folder:
+        reruns = [
+            Trial(trial, (f"--config={row / CONFIG}", *settings, *limit), COMMANDS[about(row)["kind"]])
             for trial, (_, _, row) in trials.items()
         ]
-        for trained in run_trials(again, Path(out), build, resume=False):
+        for trained in run_trials(reruns, Path(folder), build, resume=False):
             store, name, row = trials[trained.trial.name]
             if trained.error is not None or trained.folder is None:
                 raise UserError(f"{store / name}: {trained.error}")
             compared = compare_run(row, trained.folder, store / name)
             note = {"same": compared.same, "met": compared.met(tolerance), "final": compared.final}
             note |= {} if compared.whole else {"rounds": compared.rounds}
-            with Store.edited(store) as kept:
-                (line,) = (line for line in kept.lines if line["row"] == name)
+            with Store.edited(store) as edited:
+                (line,) = (line for line in edited.lines if line["row"] == name)
                 line["about"]["checks"].append({**compared.start, **note, "digest": digest(row)})
             yield store / name, compared
 
@@ -112,8 +112,8 @@ def compare_run(row: Path, run: Path, shown: Path) -> Again:
     Raises:
         UserError: If its data are others.
     """
-    kept, trained = about(row), ran(run)
-    ensure(kept["data"] == trained["data"], f"{shown}: was trained on other data; give its data by --data...")
+    stored, trained = about(row), ran(run)
+    ensure(stored["data"] == trained["data"], f"{shown}: was trained on other data; give its data by --data...")
     metrics = read_metrics(run / FILE)
     rounds = rounds_done(metrics)
     row_metrics = {
@@ -126,17 +126,17 @@ def compare_run(row: Path, run: Path, shown: Path) -> Again:
     }
     start = starts(run)[-1]
     last = (
-        (value, dict(metrics.get(name, ())).get(at, math.inf))
+        (value, dict(metrics.get(name, ())).get(round, math.inf))
         for name in tested(row_metrics)
-        for at, value in row_metrics[name][-1:]
+        for round, value in row_metrics[name][-1:]
     )
     final = next((abs(a - b) for a, b in last), math.inf)
-    unequal, complete = {name: value for name, value in differences.items() if value}, rounds >= kept["rounds"]
+    unequal, complete = {name: value for name, value in differences.items() if value}, rounds >= stored["rounds"]
     return Again(
         start,
         unequal,
-        not unequal and (not complete or kept["weights"] == trained["weights"]),
-        _alike(kept, start),
+        not unequal and (not complete or stored["weights"] == trained["weights"]),
+        _alike(stored, start),
         final,
         rounds,
         complete,
@@ -187,9 +187,9 @@ def verdict(row: Path) -> bool | None:
     The newest one counts that was equal to the bit, or was made on the row's own kind of machine. Without one, the
     newest from elsewhere does: wrong beyond the tolerance, and neither within it.
     """
-    kept, signature = about(row), digest(row)
-    checks = [check for check in kept["checks"] if check.get("digest", signature) == signature]
-    bits = [check for check in checks if check["same"] or _alike(kept, check)]
+    stored, signature = about(row), digest(row)
+    checks = [check for check in stored["checks"] if check.get("digest", signature) == signature]
+    bits = [check for check in checks if check["same"] or _alike(stored, check)]
     for newest in (bits or checks)[-1:]:
         return True if newest["same"] else None if newest["met"] else False
     return None
@@ -200,9 +200,9 @@ def _alike(about: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
     return all(row_start[key] == start[key] for row_start in about["starts"] for key in MACHINE)
 
 
-def _apart(before: Pairs, here: Mapping[float, float]) -> float:
+def _apart(stored: Pairs, trained: Mapping[float, float]) -> float:
     """Returns the largest relative difference of values by round; infinite, if one is missing or not finite."""
-    pairs = ((value, here.get(at, math.inf)) for at, value in before)
+    pairs = ((value, trained.get(round, math.inf)) for round, value in stored)
     unequal = ((a, b) for a, b in pairs if a != b and not (math.isnan(a) and math.isnan(b)))
-    apart = (abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a - b) else math.inf for a, b in unequal)
-    return max(apart, default=0.0)
+    differences = (abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a - b) else math.inf for a, b in unequal)
+    return max(differences, default=0.0)

@@ -104,9 +104,9 @@ def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
         difference = f"{claim['measure'].removeprefix('flatness/')}: {' − '.join(claim['methods'])}{than}"
         tuned = [column for column, _ in tested if column.suite.kind == "equal budget"]
         twice = all(method + RUNNER_UP in column.groups for method in claim["methods"] for column in tuned)
-        rests = ["two settings each" if twice else "one setting each"] * bool(tuned)
-        rests += ["published settings"] * (len(tuned) < len(tested))
-        said = f"**{verdict}**{LEANS.get(leaning, '') if verdict == 'open' else ''}"
+        basis = ["two settings each" if twice else "one setting each"] * bool(tuned)
+        basis += ["published settings"] * (len(tuned) < len(tested))
+        cell = f"**{verdict}**{LEANS.get(leaning, '') if verdict == 'open' else ''}"
         numbers = {
             column.title: {
                 "verdict": finding.verdict,
@@ -121,12 +121,12 @@ def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
         claims.append({**claim, "verdict": verdict, "columns": numbers})
         lines.append(
             [
-                said,
+                cell,
                 claim["claim"],
                 claim["paper"],
                 difference,
                 *(finding.text for finding in findings),
-                "; ".join(rests),
+                "; ".join(basis),
             ]
         )
     of_columns = [
@@ -134,8 +134,8 @@ def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
     ]
     heads = ["verdict", "claim", "paper", "difference", *of_columns, "rests on"]
     summary = _summary(verdicts, leanings, columns)
-    shown = [f"# {text['title']}", summary, text["before"], markdown([heads, *lines]), text["after"], ""]
-    return "\n\n".join(shown), claims
+    sections = [f"# {text['title']}", summary, text["before"], markdown([heads, *lines]), text["after"], ""]
+    return "\n\n".join(sections), claims
 
 
 def overall(verdicts: Iterable[str]) -> str:
@@ -158,12 +158,12 @@ def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Found]:
         if finding.verdict:
             agree = all(way[k].leaning in ("", finding.leaning) for way in others)
             verdict, leaning = (finding.verdict, finding.leaning) if agree else ("open", "open")
-            lean = LEANS.get(finding.leaning, "") * (verdict == "open") + ", not with the runner-up" * (not agree)
+            suffix = LEANS.get(finding.leaning, "") * (verdict == "open") + ", not with the runner-up" * (not agree)
             lost = "; ".join(
                 f"{m} collapsed with seed {', '.join(s)}" for m in claim["methods"] if (s := column.lost.get(m))
             )
             finding = Found(
-                verdict, leaning, f"{verdict}{lean}: {finding.text}" + f" ({lost})" * bool(lost), finding.by
+                verdict, leaning, f"{verdict}{suffix}: {finding.text}" + f" ({lost})" * bool(lost), finding.by
             )
         merged.append(finding)
     return merged
@@ -172,19 +172,19 @@ def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Found]:
 def _tested(claim: Mapping[str, Any], methods: Sequence[str], columns: Sequence[Column]) -> list[Found]:
     """Returns what two rows of methods say in each column, with Holm's procedure over those that decide.
 
-    Over all columns for one that decides nothing.
+    For a column that decides nothing, the procedure is over all columns.
     """
     from scipy.stats import ttest_1samp  # takes a second to import
 
     by_title = {column.title: column for column in columns}
     values = [[*_apart(claim, methods, column, by_title).values()] for column in columns]
     raw = [nan if len(differences) < 2 else float(ttest_1samp(differences, 0).pvalue) for differences in values]
-    decide = holm([p if column.suite.alone else nan for column, p in zip(columns, raw, strict=True)])
+    deciding = holm([p if column.suite.alone else nan for column, p in zip(columns, raw, strict=True)])
     findings = []
-    for column, differences, *p_values in zip(columns, values, holm(raw), decide, strict=True):
+    for column, differences, *p_values in zip(columns, values, holm(raw), deciding, strict=True):
         if not differences:
-            lacks = "not measured" if all(method in column.groups for method in methods) else "not run"
-            findings.append(Found("", "", lacks if _base(claim, column) in {None, *by_title} - {column.title} else ""))
+            reason = "not measured" if all(method in column.groups for method in methods) else "not run"
+            findings.append(Found("", "", reason if _base(claim, column) in {None, *by_title} - {column.title} else ""))
             continue
         by, p = interval(differences), p_values[column.suite.alone]
         side = "seen" if (by.mean > 0) == claim["larger"] else "against"
@@ -234,7 +234,7 @@ def _columns(store: Path, name: str) -> Iterator[Column]:
             ", ".join(filter(None, [name, column.replace("_", " ")])),
             suite,
             {method: kept for method, (kept, _) in survivors.items()},
-            {method: gone for method, (_, gone) in survivors.items()},
+            {method: lost for method, (_, lost) in survivors.items()},
             max(len(group.runs) for group in groups),
         )
 
@@ -242,12 +242,12 @@ def _columns(store: Path, name: str) -> Iterator[Column]:
 def _summary(verdicts: Counter[str], leanings: Counter[str], columns: Sequence[Column]) -> str:
     """Returns what the page says in five lines."""
     total = verdicts.total()
-    short = [f"{c.title}: {c.seeds} of {c.suite.seeds}" for c in columns if c.seeds < c.suite.seeds]
+    too_few = [f"{c.title}: {c.seeds} of {c.suite.seeds}" for c in columns if c.seeds < c.suite.seeds]
     lost = [f"{m} with seed {', '.join(s)} ({c.title})" for c in columns for m, s in c.lost.items() if s]
     counted = ["; ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS) for counts in (verdicts, leanings)]
     return "\n".join([
         f"- **Verdicts on {total} claims**: {counted[0]}.",
-        f"- **Too few seeds for a verdict**: {'; '.join(short) or 'nowhere'}.",
+        f"- **Too few seeds for a verdict**: {'; '.join(too_few) or 'nowhere'}.",
         f"- **What these seeds would say, were they enough**: {counted[1]}.",
         f"- **Collapsed, counted apart and in no mean**: {'; '.join(lost) or 'none'}.",
         f"- **What the intervals leave out**: {LEFT_OUT} {total}, some {total * LEVEL:.2g} come by chance.",

@@ -91,9 +91,12 @@ def page(
         compared.append(all_groups)
         shown |= {*names}
     known = [group for all_groups in compared for group in all_groups]
-    named = {name for group in known for name in _names(group)}
-    unknown = {*(methods or ())} - named
-    ensure(not unknown, f"methods = {', '.join(sorted(unknown))}: no such rows; choose from {', '.join(sorted(named))}")
+    known_names = {name for group in known for name in _names(group)}
+    unknown = {*(methods or ())} - known_names
+    ensure(
+        not unknown,
+        f"methods = {', '.join(sorted(unknown))}: no such rows; choose from {', '.join(sorted(known_names))}",
+    )
     unsurpassed = (
         tuning.front(location[0], {group.name for group in known}) if rows and (location := store_of(rows[0])) else []
     )
@@ -227,7 +230,7 @@ def scores(costs: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, tuple[fl
     random = np.random.default_rng(0)
 
     def medians(seeds: Sequence[float]) -> list[float]:
-        """That of the seeds first, then those of the resamples."""
+        """Returns that of the seeds first, then those of the resamples."""
         drawn = random.integers(len(seeds), size=(RESAMPLES, len(seeds)))
         return [*map(float, np.median(np.asarray(seeds, float)[np.vstack([np.arange(len(seeds)), drawn])], axis=1))]
 

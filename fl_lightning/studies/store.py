@@ -47,12 +47,12 @@ def add(run: Path, store: Store, name: str, suite: str | None = None) -> None:
         ensure((run / SUMMARY).is_file(), f"{run}: the run has not ended; let it end first")
         texts = row_files(run, ran(run))
     about = json.loads(texts[ROW])
-    before = next((line["about"] for line in store.lines if line["row"] == name), about)
+    stored = next((line["about"] for line in store.lines if line["row"] == name), about)
     ensure(
-        before["weights"] == about["weights"],
+        stored["weights"] == about["weights"],
         f"{store.folder / name}: a row with other weights; remove it, or give another folder by --into",
     )
-    checks = before["checks"] + [check for check in about["checks"] if check not in before["checks"]]
+    checks = stored["checks"] + [check for check in about["checks"] if check not in stored["checks"]]
     about |= {"checks": sorted(checks, key=lambda check: check["date"])} | ({"suite": suite} if suite else {})
     store.put(name, {**texts, ROW: json_text(about, indent=1)})
 
@@ -116,8 +116,8 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
         "starts": run_starts,
         "checks": [],
     }
-    more = [*run.glob(DIRECTIONS), *run.glob("flatness*/*.json")]
-    texts = {path.relative_to(run).as_posix(): path.read_bytes().decode() for path in (run / FILE, *more)}
+    optional = [*run.glob(DIRECTIONS), *run.glob("flatness*/*.json")]
+    texts = {path.relative_to(run).as_posix(): path.read_bytes().decode() for path in (run / FILE, *optional)}
     return {CONFIG: config_text(config), ROW: json_text(about, indent=1), **texts}
 
 

@@ -80,8 +80,8 @@ class Study:
         )
         for name in methods or self.given["methods"]:
             for end in ["", RUNNER_UP] if name in self.given.get("runner_up", ()) else [""]:
-                kept = {line["row"] for line in Store(self.store).lines}
-                if missing := [row for row in self.rows(name + end) if row not in kept]:
+                stored = {line["row"] for line in Store(self.store).lines}
+                if missing := [row for row in self.rows(name + end) if row not in stored]:
                     if not self.tuned(name):
                         self.tune(name)
                     for row in missing:
@@ -91,8 +91,8 @@ class Study:
     def rows(self, method: str) -> dict[str, list[str]]:
         """Returns the rows of a method, and the settings of their columns and seeds."""
         return {
-            f"{column.replace(' ', '_')}/{method}/seed_{seed}": [*shlex.split(more), *_of(seed)]
-            for column, more in self.given["columns"].items()
+            f"{column.replace(' ', '_')}/{method}/seed_{seed}": [*shlex.split(arguments), *_of(seed)]
+            for column, arguments in self.given["columns"].items()
             for seed in self.given["seeds"]
         }
 
@@ -106,7 +106,7 @@ class Study:
         ]  # fmt: skip
 
     def mark(self, store: Store, rows: Sequence[str]) -> None:
-        """Says of the rows of a store that are as the study trains them by which rules they were trained.
+        """Notes the rules of the study in the rows of a store that are as the study trains them.
 
         Raises:
             UserError: If such a row cannot be made here, as when its class is not found.
@@ -130,7 +130,7 @@ class Study:
         return not self.given["methods"][name][1:] or name in tuning.read(self.store)
 
     def tune(self, name: str) -> None:
-        """Trains a method with each setting that it tries and each seed of the tuning, and keeps what comes out.
+        """Trains a method with each setting that it tries and each seed of the tuning, and keeps the results.
 
         Raises:
             UserError: If a setting is wrong, two would be correlated over the draws, a run breaks off for another
@@ -150,9 +150,9 @@ class Study:
         for repeats in trials:
             self.check(repeats[0])
         all_trials = [trial for repeats in trials for trial in repeats]
-        place, runs = self.folder / "tuning", dict[str, Path | None]()
-        for trained in run_trials(all_trials, place, self.build, check=self.check):
-            has_ended = outcome(trained.trial, place) is not None  # a run that has diverged has ended, too
+        folder, runs = self.folder / "tuning", dict[str, Path | None]()
+        for trained in run_trials(all_trials, folder, self.build, check=self.check):
+            has_ended = outcome(trained.trial, folder) is not None  # a run that has diverged has ended, too
             ensure(has_ended, f"{trained.trial.name}: {trained.error}")
             runs[trained.trial.name] = None if trained.error else trained.folder
         lines = tuning.judged(name, settings, [[runs[trial.name] for trial in repeats] for repeats in trials])

@@ -130,10 +130,10 @@ def written(path: Path, forms: Mapping[str, tuple[Any, str]], like: str) -> dict
         content = dict(load_yaml(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not readable ({folded(error)}); give a YAML file, as in {like}") from None
-    for name, (form, what) in forms.items():
+    for name, (form, remedy) in forms.items():
         key = name.removesuffix("?")
         shown = f"{key} = {content[key]!s:.60}" if key in content else f"{key}: missing"
-        ensure(fits(content, {name: form}), f"{path}: {shown}; give {what}, as in {like}")
+        ensure(fits(content, {name: form}), f"{path}: {shown}; give {remedy}, as in {like}")
     return content
 
 

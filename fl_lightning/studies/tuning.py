@@ -121,8 +121,8 @@ def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
         UserError: If fewer than two settings have finished.
     """
     ended = [line for line in lines if math.isfinite(float(line[METRIC]))]
-    few = f"{lines[0]['method']}: {len(ended)} settings have {METRIC}, and two are needed"
-    ensure(len(ended) > 1, f"{few}; set data.val_fraction in tuning, or give other ranges")
+    problem = f"{lines[0]['method']}: {len(ended)} settings have {METRIC}, and two are needed"
+    ensure(len(ended) > 1, f"{problem}; set data.val_fraction in tuning, or give other ranges")
     ties = [line for line in ended if not line["settings"] and _tie(ended[0], line)]
     ordered = ties + [line for line in ended if line not in ties]
     return dict(argument.split("=", 1) for argument in shlex.split(ordered[rank]["settings"]))
@@ -130,10 +130,10 @@ def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
 
 def _tie(best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     values = [map(float, line[SEEDS].split()) for line in (best, other)]
-    apart = [a - b for a, b in zip(*values, strict=True)]
-    if not all(map(math.isfinite, apart)):
+    differences = [a - b for a, b in zip(*values, strict=True)]
+    if not all(map(math.isfinite, differences)):
         return False
-    return fmean(apart) <= (stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0)
+    return fmean(differences) <= (stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0)
 
 
 def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:

@@ -100,9 +100,9 @@ class Controller:
             if self.sweep.method == "bayes":  # what it proposes depends on all that it has seen
                 stack.enter_context(locked(make_folder(self.folder)))
             for proposed in self._proposals(jobs):
-                asked = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
+                candidates = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
                 known = len(self.trials)
-                for settings, repeats in asked:
+                for settings, repeats in candidates:
                     if check is not None:
                         check(repeats[0])
                     if repeats[0].name not in self._settings:
@@ -119,7 +119,7 @@ class Controller:
                     self.write()
                     if self._target_reached() or self._is_unknown():
                         return
-                for settings, repeats in asked:
+                for settings, repeats in candidates:
                     value = self.value(repeats)
                     self.search.observe(settings, None if value is None else self.objective.sign * value)
 
@@ -212,8 +212,8 @@ class Controller:
             with suppress(InUse), locked(self.folder, WRITES):  # other calls on this folder write them, too
                 write_table(self.folder / "sweep.csv", head, rows)
                 if config:
-                    kept = {key: value for key, value in config["trainer"].items() if key not in OF_TRIAL}
-                    text = yaml.safe_dump({**config, "trainer": kept}, sort_keys=False)
+                    trainer = {key: value for key, value in config["trainer"].items() if key not in OF_TRIAL}
+                    text = yaml.safe_dump({**config, "trainer": trainer}, sort_keys=False)
                     write_atomically(self.folder / "best.yaml", text)
                 return
             time.sleep(0.02)

@@ -54,7 +54,7 @@ class Hyperband(Checked, key="early_terminate"):
             points = [*accumulate([self.eta] * self.s, truediv, initial=float(self.max_iter))][:0:-1]
         else:
             points = [*accumulate([self.eta] * 99, mul, initial=float(self.min_iter or 1))]
-        return [int(at) for at in points if 1 <= at < evaluations + 1]
+        return [int(point) for point in points if 1 <= point < evaluations + 1]
 
     def stops(self, history: Sequence[float], histories: Sequence[Sequence[float]]) -> bool:
         """Returns whether a trial ends.
@@ -66,9 +66,9 @@ class Hyperband(Checked, key="early_terminate"):
         reached = self.brackets(len(history))
         if not reached:
             return False
-        at = reached[-1]
-        there = sorted(values[at - 1] for values in histories if len(values) >= at)
-        return (history[at - 1] if self.strict else min(history)) > there[int(len(there) / self.eta)]
+        bracket = reached[-1]
+        compared = sorted(values[bracket - 1] for values in histories if len(values) >= bracket)
+        return (history[bracket - 1] if self.strict else min(history)) > compared[int(len(compared) / self.eta)]
 
 
 KEYS = {
@@ -168,8 +168,8 @@ class Sweep:
         try:
             content = load_yaml(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            what = str(error).replace('in "<unicode string>", ', "")
-            raise UserError(f"sweep = {path}: {folded(what)}; give a YAML file") from None
+            reason = str(error).replace('in "<unicode string>", ', "")
+            raise UserError(f"sweep = {path}: {folded(reason)}; give a YAML file") from None
         ensure(isinstance(content, Mapping), f"sweep = {path}: no mapping; give method, parameters and command")
         ensure(
             "parameters" in content or "model" not in content,

@@ -103,8 +103,8 @@ class Parameter:
             numbers = isinstance(shares, list) and all(
                 isinstance(share, (int, float)) and share >= 0 for share in shares
             )
-            fit = numbers and len(shares) == len(options["values"]) and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
-            require(fit, f"{where}.probabilities", shares, "one for each value, none below 0, with sum 1")
+            valid = numbers and len(shares) == len(options["values"]) and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
+            require(valid, f"{where}.probabilities", shares, "one for each value, none below 0, with sum 1")
         if "min" in options:
             low, high = options["min"], options["max"]
             require(low < high, f"{where}.min", low, f"less than max = {high}")

@@ -119,8 +119,8 @@ class Task:
         """
         needed = (MEASURED[name][1] for cell in self.cells if (name := cell.metric.partition("@")[0]) in MEASURED)
         measures = dict.fromkeys(filter(None, (*needed, self.measure)))
-        every = max(1, scaled_rounds(config, fraction) // self.times)
-        settings = f"every_n_rounds: {every}, metrics: [{', '.join(measures)}]"
+        interval = max(1, scaled_rounds(config, fraction) // self.times)
+        settings = f"every_n_rounds: {interval}, metrics: [{', '.join(measures)}]"
         args = [*self.whole, *(f"--{key}={number:.17g}" for key, number in scaled(config, fraction).items())]
         if measures:
             args.append(f"--trainer.callbacks+={{class_path: FlatnessMonitor, init_args: {{{settings}}}}}")
@@ -146,17 +146,17 @@ def select(paper: str, table: str, rows: Sequence[str] = (), columns: Sequence[s
     tables = dict.fromkeys(cell.table for cell in find(paper=paper))
     cells = find(paper=paper, table=next((name for name in tables if table in (name, *name.split("/"))), table))
     names = list(dict.fromkeys(cell.algorithm for cell in cells))
-    known, asked = {name.casefold() for name in names}, {row.casefold() for row in rows}
+    known, requested = {name.casefold() for name in names}, {row.casefold() for row in rows}
     for row in rows:
         ensure(row.casefold() in known, f"rows = {row}: not in table {table}; choose from {', '.join(names)}")
-    cells = [cell for cell in cells if not rows or cell.algorithm.casefold() in asked]
+    cells = [cell for cell in cells if not rows or cell.algorithm.casefold() in requested]
     kinds = [{name.casefold(): name for name in kind} for kind in zip(*map(_properties, cells), strict=True)]
     wanted: dict[int, list[str]] = {}
     for term in columns:
-        at = next((i for i, kind in enumerate(kinds) if term.casefold() in kind), -1)
+        index = next((i for i, kind in enumerate(kinds) if term.casefold() in kind), -1)
         choice = ", ".join(name for kind in kinds if len(kind) > 1 for name in kind.values() if name)
-        ensure(at >= 0, f"columns = {term}: no column of these rows in table {table}; choose from {choice}")
-        wanted.setdefault(at, []).append(kinds[at][term.casefold()])
+        ensure(index >= 0, f"columns = {term}: no column of these rows in table {table}; choose from {choice}")
+        wanted.setdefault(index, []).append(kinds[index][term.casefold()])
     chosen = [c for c in cells if all(_properties(c)[i] in terms for i, terms in wanted.items())]
     ensure(bool(chosen), f"columns = {','.join(columns)}: no cell of table {table} is all of that; name fewer")
     return chosen
@@ -184,7 +184,7 @@ def figure_tasks(figure: PaperFigure) -> list[Task]:
     for selection in figure.runs:
         for task in tasks(select(figure.paper, selection.table, names(selection.rows), names(selection.columns)))[0]:
             cells = tuple(replace(cell, algorithm=selection.name or cell.algorithm) for cell in task.cells)
-            more = replace(
+            variant = replace(
                 task,
                 cells=cells,
                 settings=tuple(shlex.split(selection.settings)),
@@ -192,7 +192,7 @@ def figure_tasks(figure: PaperFigure) -> list[Task]:
                 times=figure.times,
             )
             tried = [(name, value) for name, values in selection.vary.items() for value in values]
-            runs += [_varied(more, name, value) for name, value in tried] if tried else [more]
+            runs += [_varied(variant, name, value) for name, value in tried] if tried else [variant]
     return runs
 
 
@@ -233,9 +233,9 @@ def declared(cell: Cell) -> float | None:
         return None
     name, _, ascent = cell.algorithm.partition("+")
     objective = getattr(algorithms, name)(nn.Linear(8, 8), **({"ascent": SAM(1.0)} if ascent else {}))
-    shown = contract_of(objective)[0]
-    down, up = (round(bits / (32 * objective.flat.d)) for bits in shown.bits)  # single numbers are not counted
-    forward, backward = shown.passes
+    contract = contract_of(objective)[0]
+    down, up = (round(bits / (32 * objective.flat.d)) for bits in contract.bits)  # single numbers are not counted
+    forward, backward = contract.passes
     return {
         "models_per_client": down + up,
         "models_per_client_down": down,
@@ -299,8 +299,8 @@ def title_of(lines: Sequence[Line]) -> str:
     first = lines[0]
     rounds = "all rounds" if first.fraction == 1 else f"{100 * first.fraction:.4g} % of the rounds"
     counted = window_of(run for line in lines if line.cell.metric in EVALUATED for run in line.folders)
-    what = f"{first.cell.paper}, Table {first.cell.table}: {rounds}" + (f", means of the {counted}" if counted else "")
-    return ", with ".join(filter(None, (what, first.settings)))
+    title = f"{first.cell.paper}, Table {first.cell.table}: {rounds}" + (f", means of the {counted}" if counted else "")
+    return ", with ".join(filter(None, (title, first.settings)))
 
 
 def protocols(lines: Sequence[Line]) -> list[str]:
@@ -353,10 +353,10 @@ def write_lines(lines: Sequence[Line], out: Path) -> None:
     ]  # fmt: skip
     write_table(out / "table.csv", (*COLUMNS, "fraction", "settings", *numbers), rows)
     (out / "table.tex").write_text(latex(lines), encoding="utf-8")
-    said = "".join(f"\n- {text}" for text in protocols(lines))
+    notes = "".join(f"\n- {text}" for text in protocols(lines))
     body = [[name, *line_cells(line)] for name, group in _sections(lines) for line in group]
     text = markdown([["column", "row", *HEADS[1:]], *body])
-    (out / "table.md").write_text(f"**{title_of(lines)}**\n\n{text}{said}\n", encoding="utf-8")
+    (out / "table.md").write_text(f"**{title_of(lines)}**\n\n{text}{notes}\n", encoding="utf-8")
 
 
 def latex(lines: Sequence[Line]) -> str:
@@ -374,8 +374,8 @@ def latex(lines: Sequence[Line]) -> str:
     ]
     for name, group in _sections(lines):
         body += [r"\midrule", across(name), *(" & ".join(map(tex, line_cells(line))) + r" \\" for line in group)]
-    said = [r"\midrule", *map(across, notes)] if (notes := protocols(lines)) else []
-    return "\n".join([*body, *said, r"\bottomrule", r"\end{tabular}", ""])
+    footer = [r"\midrule", *map(across, notes)] if (notes := protocols(lines)) else []
+    return "\n".join([*body, *footer, r"\bottomrule", r"\end{tabular}", ""])
 
 
 def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:

@@ -143,8 +143,8 @@ def run_trials(
     Raises:
         UserError: If a run in the folder has other settings than its trial, or two trials have one name.
     """
-    twice = [name for name, times in Counter(trial.name for trial in trials).items() if times > 1]
-    ensure(not twice, f"{', '.join(twice)}: two trials have this name; give them different ones")
+    duplicates = [name for name, times in Counter(trial.name for trial in trials).items() if times > 1]
+    ensure(not duplicates, f"{', '.join(duplicates)}: two trials have this name; give them different ones")
     todo, done = [], set[str]()
     for trial in trials:
         if resume and check is not None:
@@ -214,12 +214,12 @@ def name_of(settings: Mapping[str, Any]) -> str:
     Settings that the name does not spell out, such as a path or a drawn number, give it eight digits of their hash.
     """
     spelled = {key: _spelled(value) for key, value in settings.items()}
-    named = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in spelled.items())
-    name = "".join(c if c.isalnum() or c in "._-+=" else "-" for c in named)[:LONGEST]
+    joined = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in spelled.items())
+    name = "".join(c if c.isalnum() or c in "._-+=" else "-" for c in joined)[:LONGEST]
     in_full = all(
         str(settings[key]) == text and re.fullmatch(r"[A-Za-z0-9.+-]+", text) for key, text in spelled.items()
     )
-    if in_full and name == named:
+    if in_full and name == joined:
         return name
     return f"{name}_{hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]}"
 
@@ -238,7 +238,7 @@ def short(value: Any, digits: int = 6) -> str:
 
 
 def _spelled(value: Any) -> str:
-    """A number in full if six digits are enough for it."""
+    """Returns a setting as `short` does; a number in full if six digits are enough for it."""
     text = short(value)
     return str(value) if isinstance(value, float) and float(text) == value else text
 
