@@ -217,9 +217,9 @@ def _lanczos(product: Products, k: int, steps: int, tol: float, basis: int, vect
 
 
 def _power(product: Products, k: int, steps: int, tol: float, vectors: bool) -> Spectrum:
-    """Returns eigenpairs by deflated power iteration, as in the papers (FedGloSS, arXiv 2412.03752, App. D.3, and its program).
+    """Returns eigenpairs by the deflated power iteration of FedGloSS (arXiv 2412.03752, App. D.3, and its program).
 
-    The eigenvalues largest in magnitude, one after another: v <- Hv / ‖Hv‖ until the change of θ = vᵀHv is at most
+    They are those of the largest magnitude, one after another: v <- Hv / ‖Hv‖ until the change of θ = vᵀHv is at most
     ``tol`` |θ|, then H <- H - θ v vᵀ. The first start is random, each further one is the eigenvector before.
     """
     pairs: list[Eigenpair] = []  # in the order in which they are found; their residuals are absolute
