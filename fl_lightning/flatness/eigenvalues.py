@@ -132,12 +132,12 @@ def lambda_max(
         >>> round(lambda_max(torch.diag(torch.tensor([3.0, 1.0, -4.0]))).value, 5)
         3.0
     """
-    found = spectrum(
+    largest = spectrum(
         a, k=1, method=method, iterations=iterations, tol=tol, basis=basis, vectors=True, seed=seed, progress=progress
     )
-    assert found.vectors is not None
-    value, residual = found.values.item(), found.residuals.item()
-    return Eigenpair(value, residual, found.iterations, found.converged, found.vectors[0])
+    assert largest.vectors is not None
+    value, residual = largest.values.item(), largest.residuals.item()
+    return Eigenpair(value, residual, largest.iterations, largest.converged, largest.vectors[0])
 
 
 @checked
@@ -202,29 +202,29 @@ def spectrum(
 def _lanczos(product: Products, k: int, steps: int, tol: float, basis: int, vectors: bool) -> Spectrum:
     lanczos, converged = Lanczos(product, product.normal, k, basis, product.agreed), False
 
-    def found(with_vectors: bool = False) -> Spectrum:
+    def estimate(with_vectors: bool = False) -> Spectrum:
         values, residuals = (x[-k:].flip(0) for x in (lanczos.values, lanczos.residuals))
         rounding = lanczos.floor
         known = residuals.clamp(min=rounding) <= values.abs() * max(tol, Lanczos.ROUNDING * product.eps)
         reached = converged and bool((known | (values.abs() <= rounding)).all())
         return _spectrum(product, values, residuals, rounding, reached, lanczos.vectors() if with_vectors else None)
 
-    with interruptible(found, lambda: len(lanczos.values) > 0):
+    with interruptible(estimate, lambda: len(lanczos.values) > 0):
         while product.done < steps and not converged and not lanczos.failed:
             lanczos.step()
             converged = product.agreed(lanczos.converged(tol))
-    return found(vectors)
+    return estimate(vectors)
 
 
 def _power(product: Products, k: int, steps: int, tol: float, vectors: bool) -> Spectrum:
-    """Deflated power iteration, as in the papers (FedGloSS, arXiv 2412.03752, App. D.3, and its program).
+    """Returns eigenpairs by the deflated power iteration of FedGloSS (arXiv 2412.03752, App. D.3, and its program).
 
-    The eigenvalues largest in magnitude, one after another: v <- Hv / ‖Hv‖ until the change of θ = vᵀHv is at most
+    They are those of the largest magnitude, one after another: v <- Hv / ‖Hv‖ until the change of θ = vᵀHv is at most
     ``tol`` |θ|, then H <- H - θ v vᵀ. The first start is random, each further one is the eigenvector before.
     """
     pairs: list[Eigenpair] = []  # in the order in which they are found; their residuals are absolute
 
-    def found(with_vectors: bool = False) -> Spectrum:
+    def estimate(with_vectors: bool = False) -> Spectrum:
         ordered = sorted(pairs, key=lambda pair: -pair.value)
         values = torch.tensor([pair.value for pair in ordered], dtype=torch.float64)
         residuals = torch.tensor([pair.residual for pair in ordered], dtype=torch.float64)
@@ -233,10 +233,10 @@ def _power(product: Products, k: int, steps: int, tol: float, vectors: bool) -> 
         reached = len(pairs) == k and all(pair.converged for pair in pairs)
         return _spectrum(product, values, residuals, rounding, reached, vectors)
 
-    with interruptible(found, lambda: bool(pairs)):
+    with interruptible(estimate, lambda: bool(pairs)):
         while len(pairs) < k:
             pairs.append(_next_pair(product, pairs, steps, tol))
-    return found(vectors)
+    return estimate(vectors)
 
 
 def _next_pair(product: Products, pairs: Sequence[Eigenpair], steps: int, tol: float) -> Eigenpair:

@@ -119,7 +119,7 @@ class LossAt:
         self.model, self.loss, self.batches, self.reduce = model, loss, passes(batches), reduce
         self._places = places(model)
         spec = FlatSpec(model)
-        own = spec.vector(model)
+        own_weights = spec.vector(model)
         ensure(
             at is None or at.shape == (spec.d,),
             f"at: {() if at is None else tuple(at.shape)} does not fit {type(model).__name__}, which has ({spec.d},)",
@@ -127,7 +127,7 @@ class LossAt:
         check_running(model)
         self.names = spec.names if parameters is None else matching(spec.names, parameters)
         with torch.inference_mode(False):  # an inference tensor cannot require gradients
-            w = (own if at is None else at.to(own)).detach().clone()
+            w = (own_weights if at is None else at.to(own_weights)).detach().clone()
             parts = spec.split(w)
             self._shapes = [parts[name].shape for name in self.names]
             self._constant = {name: part for name, part in parts.items() if name not in self.names}

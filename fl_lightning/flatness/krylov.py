@@ -148,16 +148,16 @@ class Lanczos:
             return
         values, self.coefficients = torch.linalg.eigh(self._t[:n, :n])
         self.floor = max(self.floor, self.ROUNDING * torch.finfo(r.dtype).eps * values.abs().max().item())
-        whole = n == basis.shape[1]
-        self.invariant = self.agreed(whole or beta <= self.floor)
+        full = n == basis.shape[1]
+        self.invariant = self.agreed(full or beta <= self.floor)
         if self.invariant:
             top = values[-self.wanted :]
-            self._settled = whole or (n >= self.wanted and self._nothing_new(top))
+            self._settled = full or (n >= self.wanted and self._nothing_new(top))
             self._before.append(top)
-            if not whole:
+            if not full:
                 r, _ = _orthogonalised(self.random(), basis)
         self.values, self.residuals = values, beta * self.coefficients[-1].abs()
-        if not whole:
+        if not full:
             self._next = r / r.norm()
 
     @property

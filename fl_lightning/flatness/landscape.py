@@ -67,15 +67,15 @@ def evaluate(
     values = {name: np.full((2, n), np.nan) for name in data}
     try:
         while done < n:
-            until = min(done + per_pass, n)
-            points = torch.stack([point(i) for i in range(done, until)])
-            found = {
+            stop = min(done + per_pass, n)
+            points = torch.stack([point(i) for i in range(done, stop)])
+            measurements = {
                 name: mean_losses(model, loss, batches, points, reduce=reduce, classes=classes)
                 for name, batches in data.items()
             }
-            for name, measured in found.items():
-                values[name][:, done:until] = torch.stack(measured).numpy()
-            done = until
+            for name, measured in measurements.items():
+                values[name][:, done:stop] = torch.stack(measured).numpy()
+            done = stop
             if progress is not None:
                 progress(done, n)
     except KeyboardInterrupt:

@@ -283,35 +283,35 @@ def search(
     def rise(rate: float) -> float:
         nonlocal evaluations
         evaluations += 1
-        found = value(rate) - start
-        return found if math.isfinite(found) else math.inf
+        change = value(rate) - start
+        return change if math.isfinite(change) else math.inf
 
-    rate, found = first, rise(first)
-    if abs(found) <= noise and (half := rise(first / 2)) < -noise:  # the first rate is the crossing
-        rate, found = first / 2, half
-    while abs(found) <= noise and evaluations < MOST and rate < highest:  # too short to tell
+    rate, change = first, rise(first)
+    if abs(change) <= noise and (half := rise(first / 2)) < -noise:  # the first rate is the crossing
+        rate, change = first / 2, half
+    while abs(change) <= noise and evaluations < MOST and rate < highest:  # too short to tell
         rate *= 2
-        found = rise(rate)
-        if found > noise:
+        change = rise(rate)
+        if change > noise:
             return Crossing(0.0, 0.0, evaluations)
-    if found > 0:
+    if change > 0:
         level, halvings = False, 0
-        while found >= -noise and evaluations < MOST:
-            if level and abs(found) <= noise:
+        while change >= -noise and evaluations < MOST:
+            if level and abs(change) <= noise:
                 return Crossing(0.0, 0.0, evaluations)
-            level = abs(found) <= noise  # at the crossing, or too short to tell: half of it says which
+            level = abs(change) <= noise  # at the crossing, or too short to tell: half of it says which
             rate, halvings = rate / 2, halvings + 1
-            found = rise(rate)
-            if halvings == 8 and found > noise and rise(rate * 2**-20) > noise:  # does it fall at all?
+            change = rise(rate)
+            if halvings == 8 and change > noise and rise(rate * 2**-20) > noise:  # does it fall at all?
                 return Crossing(0.0, 0.0, evaluations)
-        if found >= -noise:
+        if change >= -noise:
             return Crossing(0.0, 0.0, evaluations)
         lo, hi = rate, 2 * rate
     else:
-        while found <= 0 and evaluations < MOST and rate < highest:
+        while change <= 0 and evaluations < MOST and rate < highest:
             rate *= 2
-            found = rise(rate)
-        if found <= 0:
+            change = rise(rate)
+        if change <= 0:
             return Crossing(rate, math.inf, evaluations)
         lo, hi = rate / 2, rate
     while 1 - lo / hi > tol:

@@ -280,9 +280,9 @@ class Differences(Operator):
         Args:
             v: A vector, ``(d,)``.
         """
-        whole, finer = self @ v, copy(self)
-        finer.step = self.step / 2
-        return float((finer @ v - whole).norm() / whole.norm().clamp(min=torch.finfo(self.dtype).tiny))
+        product, halved = self @ v, copy(self)
+        halved.step = self.step / 2
+        return float((halved @ v - product).norm() / product.norm().clamp(min=torch.finfo(self.dtype).tiny))
 
 
 class Mixture:
@@ -363,9 +363,9 @@ def layers(names: Iterable[str]) -> dict[str, list[str]]:
     Raises:
         UserError: If something else is given, such as a net.
     """
-    given: Any = names
-    listed: list[Any] = [*given] if isinstance(given, Iterable) else [given]
-    odd = [f"a {type(each).__name__}" for each in listed if not isinstance(each, str)]
+    value: Any = names
+    listed: list[Any] = [*value] if isinstance(value, Iterable) else [value]
+    odd = [f"a {type(entry).__name__}" for entry in listed if not isinstance(entry, str)]
     require(not odd, "names", ", ".join(odd[:3]), "give names, as net.named_parameters() has them")
     return grouped(
         (name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name, name) for name in listed

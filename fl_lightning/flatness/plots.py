@@ -126,12 +126,12 @@ def plot_interpolation(results: Mapping[str, Interpolation], ends: tuple[str, st
     with new_panels(1, 2 if with_accuracy else 1) as figure:
         loss = figure.add_subplot(1, 2 if with_accuracy else 1, 1, ylabel="loss")
         accuracy = figure.add_subplot(1, 2, 2, ylabel="accuracy (%)") if with_accuracy else None
-        for look, (label, name, r) in zip(line_styles(), lines, strict=False):
+        for style, (label, name, r) in zip(line_styles(), lines, strict=False):
             text = name if len(results) == 1 else f"{label}, {name}"
-            look["markevery"] = max(len(r.gammas) // 12, 1)
-            loss.plot(r.gammas, r.loss[name], label=f"{text} (barrier {r.barrier(name):.3g})", **look)
+            style["markevery"] = max(len(r.gammas) // 12, 1)
+            loss.plot(r.gammas, r.loss[name], label=f"{text} (barrier {r.barrier(name):.3g})", **style)
             if accuracy is not None:
-                accuracy.plot(r.gammas, 100 * r.accuracy[name], **look)
+                accuracy.plot(r.gammas, 100 * r.accuracy[name], **style)
         scale_axis(loss.yaxis, np.concatenate([losses for r in results.values() for losses in r.loss.values()]))
         for axes in filter(None, (loss, accuracy)):
             axes.set_xlabel("$\\gamma$")
@@ -153,12 +153,12 @@ def plot_perturbation(results: Mapping[str, Perturbation]) -> Figure:
         steepest = figure.add_subplot(1, 2, 1, title="along the gradient", xlabel="$r$ (weight units)", ylabel="loss")
         k = len(next(iter(next(iter(results.values())).loss.values()))) - 1
         random = figure.add_subplot(1, 2, 2, title=f"{k} random directions", xlabel="$r$ (filter norms)")
-        for look, (label, name, r) in zip(line_styles(), lines, strict=False):
-            look["markevery"] = max(len(r.radii) // 8, 1)
+        for style, (label, name, r) in zip(line_styles(), lines, strict=False):
+            style["markevery"] = max(len(r.radii) // 8, 1)
             mean, spread = r.mean(name), r.spread(name)
-            steepest.plot(r.radii, r.along_gradient(name), label=f"{label}, {name}" if several else label, **look)
-            random.plot(r.radii, mean, **look)
-            random.fill_between(r.radii, mean - spread, mean + spread, color=look["color"], alpha=0.2, linewidth=0)
+            steepest.plot(r.radii, r.along_gradient(name), label=f"{label}, {name}" if several else label, **style)
+            random.plot(r.radii, mean, **style)
+            random.fill_between(r.radii, mean - spread, mean + spread, color=style["color"], alpha=0.2, linewidth=0)
         kind = type(next(iter(results.values())))
         for axes, drawn in ((steepest, kind.along_gradient), (random, kind.mean)):
             scale_axis(axes.yaxis, np.concatenate([drawn(r, name) for r in results.values() for name in r.loss]))
@@ -175,21 +175,21 @@ def plot_spectrum(eigenvalues: Mapping[str, ArrayLike]) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     spectra = {label: np.sort(np.asarray(values, dtype=np.float64))[::-1] for label, values in eigenvalues.items()}
-    most = max(map(len, spectra.values()))
+    longest = max(map(len, spectra.values()))
     with new_panels(1, 1) as figure:
         title = wrapped(next(iter(spectra)), 2.6) if len(spectra) == 1 else ""
         axes = figure.add_subplot(title=title, xlabel="index $i$", ylabel="eigenvalue $\\lambda_i$")
-        for look, (label, values) in zip(line_styles(), spectra.items(), strict=False):
-            look["markevery"] = max(len(values) // 60, 1)
-            axes.plot(np.arange(1, len(values) + 1), values, label=label, **look)
+        for style, (label, values) in zip(line_styles(), spectra.items(), strict=False):
+            style["markevery"] = max(len(values) // 60, 1)
+            axes.plot(np.arange(1, len(values) + 1), values, label=label, **style)
         values = np.concatenate(list(spectra.values()))
         if values.min() <= 0:
             axes.set_yscale("symlog", linthresh=10.0 ** np.floor(np.log10(max(np.abs(values).max(), 1e-12)) - 3))
             axes.axhline(0, color="0.5", linewidth=0.6, zorder=0)
         else:
             scale_axis(axes.yaxis, values)
-        ticks = MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]).tick_values(1, most)
-        axes.set_xticks(sorted({max(tick, 1) for tick in ticks if tick <= most}))
+        ticks = MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]).tick_values(1, longest)
+        axes.set_xticks(sorted({max(tick, 1) for tick in ticks if tick <= longest}))
         place_legend(figure)
     return figure
 
@@ -205,8 +205,8 @@ def plot_density(densities: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure
         axes = figure.add_subplot(title=title, xlabel="eigenvalue $\\lambda$", ylabel="density", yscale="log")
         values = np.concatenate([np.ravel(density) for _, density in densities.values()])
         top = float(np.max(values, where=np.isfinite(values), initial=0.0))
-        for look, (label, (at, density)) in zip(line_styles(), densities.items(), strict=False):
-            axes.plot(at, density, label=label, **{**look, "marker": None})
+        for style, (label, (at, density)) in zip(line_styles(), densities.items(), strict=False):
+            axes.plot(at, density, label=label, **{**style, "marker": None})
         if top > 0:  # a matrix that is not finite has no density
             axes.set_ylim(top * 1e-6, top * 2)
         place_legend(figure)
@@ -270,9 +270,9 @@ class Scale:
     @cached_property
     def form(self) -> str:
         """The format of the levels: with as many digits as tell them apart."""
-        apart = 0.01 * np.diff(self.lines).min(initial=np.inf)
+        tolerance = 0.01 * np.diff(self.lines).min(initial=np.inf)
         digits = range(6, 18)
-        return next(f for n in digits if all(abs(float((f := f"%.{n}g") % v) - v) <= apart for v in self.lines))
+        return next(f for n in digits if all(abs(float((f := f"%.{n}g") % v) - v) <= tolerance for v in self.lines))
 
     def clip(self, grid: Array) -> Array:
         """Returns the values, those beyond the scale replaced by its ends; NaN stays."""
@@ -363,8 +363,8 @@ def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:
     )
     ends = scale.fill[[0, -1]]
     axes.set_zlim(*(np.log10(ends) if scale.log else ends))
-    every = scale.lines[:: -(-len(scale.lines) // 5) or 1]
-    axes.set_zticks(np.log10(every) if scale.log else every, [scale.form % level for level in every])
+    ticks = scale.lines[:: -(-len(scale.lines) // 5) or 1]
+    axes.set_zticks(np.log10(ticks) if scale.log else ticks, [scale.form % level for level in ticks])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
         axis.labelpad = -5
@@ -377,12 +377,12 @@ def draw_3d(axes: Any, surface: Surface, z: Array, scale: Scale) -> Any:
 def draw_models(axes: Axes, surface: Surface) -> None:
     """Draws single models as markers, and trajectories as lines with a large marker at their end."""
     edge = {"markeredgecolor": "white", "markeredgewidth": 0.5}
-    for look, (label, places) in zip(line_styles(), surface.models.items(), strict=False):
+    for style, (label, places) in zip(line_styles(), surface.models.items(), strict=False):
         x, y = places.coordinates.T
-        end = {"color": look["color"], "marker": look["marker"], "markersize": 6, "zorder": 4, **edge}
+        end = {"color": style["color"], "marker": style["marker"], "markersize": 6, "zorder": 4, **edge}
         if len(x) > 1:
             axes.plot(x, y, color="white", linewidth=2.2)
-            axes.plot(x, y, label=label, **{**look, **edge, "markevery": max(len(x) // 8, 1)})
+            axes.plot(x, y, label=label, **{**style, **edge, "markevery": max(len(x) // 8, 1)})
             axes.plot(x[-1:], y[-1:], **end)
         else:
             axes.plot(x, y, label=label, linestyle="none", **end)

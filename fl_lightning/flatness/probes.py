@@ -98,11 +98,11 @@ def trace(
             square.
         Interrupted: On KeyboardInterrupt after the second probe; ``partial`` is the estimate from the probes so far.
     """
-    least = 4 if method == "hutch++" else 2
-    ensure(samples >= least, f"samples: {samples} is too few for {method}; use {least} or more")
+    minimum = 4 if method == "hutch++" else 2
+    ensure(samples >= minimum, f"samples: {samples} is too few for {method}; use {minimum} or more")
     d = a.shape[0]
-    whole = method == "hutch++" and samples // 3 >= d
-    product = Products(a, generator(seed, "trace"), d if whole else samples, progress)
+    full_space = method == "hutch++" and samples // 3 >= d
+    product = Products(a, generator(seed, "trace"), d if full_space else samples, progress)
     exact, space = 0.0, product.like.new_zeros(d, 0)
     probes: list[float] = []
 
@@ -111,7 +111,7 @@ def trace(
         return Estimate(exact + values.mean().item(), (values.std() / math.sqrt(len(probes))).item(), product.done)
 
     with interruptible(estimate, lambda: len(probes) >= 2), arithmetic(product.like.device):
-        if whole:
+        if full_space:
             basis = torch.eye(d, dtype=product.like.dtype, device=product.like.device)
             return Estimate(sum((e @ product(e)).item() for e in basis), 0.0, product.done)
         if method == "hutch++":
@@ -162,25 +162,25 @@ def density(
     product = Products(a, generator(seed, "spectral_density"), (probes + 1) * steps, progress)
     quadratures: list[tuple[Tensor, Tensor]] = []
 
-    def found() -> Density:
+    def estimate() -> Density:
         nodes, weights = (pad_sequence(list(rows), batch_first=True) for rows in zip(*quadratures, strict=True))
-        return Density(apart.values[accurate], nodes, weights, product.d, product.done)
+        return Density(first.values[accurate], nodes, weights, product.d, product.done)
 
     def deflated(v: Tensor) -> Tensor:
         return v - (space @ v) @ space
 
-    with interruptible(found, lambda: bool(quadratures)), arithmetic(product.like.device):
-        apart = Lanczos(product, product.normal, 1, steps, product.agreed)
-        while len(apart.values) < min(steps, product.d) and not apart.failed:
-            apart.step()
-        accurate = apart.accurate(1e-2)
-        space = apart.vectors(accurate)
+    with interruptible(estimate, lambda: bool(quadratures)), arithmetic(product.like.device):
+        first = Lanczos(product, product.normal, 1, steps, product.agreed)
+        while len(first.values) < min(steps, product.d) and not first.failed:
+            first.step()
+        accurate = first.accurate(1e-2)
+        space = first.vectors(accurate)
         rest = min(steps, product.d - len(space))
         for _ in range(probes):
             lanczos = Lanczos(
-                lambda v: deflated(product(v)), lambda: deflated(product.signs()), 1, rest, product.agreed, apart.floor
+                lambda v: deflated(product(v)), lambda: deflated(product.signs()), 1, rest, product.agreed, first.floor
             )
             while len(lanczos.values) < rest and not lanczos.invariant and not lanczos.failed:
                 lanczos.step()
             quadratures.append((lanczos.values, lanczos.coefficients[:1].flatten() ** 2))
-    return found()
+    return estimate()

@@ -53,9 +53,9 @@ def project(weights: Tensor, origin: Tensor, directions: Tensor) -> Projection:
     dual = torch.linalg.solve(gram, basis)
     coordinates, residual = [], []
     for w in weights.reshape(-1, basis.shape[-1]):  # one at a time: a trajectory can be long
-        away = w.to(basis) - origin.to(basis)
-        coordinates.append((dual @ away).tolist())
-        residual.append((away - dual @ away @ basis).norm().item())
+        offset = w.to(basis) - origin.to(basis)
+        coordinates.append((dual @ offset).tolist())
+        residual.append((offset - dual @ offset @ basis).norm().item())
     return Projection(np.array(coordinates), np.array(residual))
 
 
@@ -87,11 +87,11 @@ class Plane:
         """
         origin = exact(w0)
         u, v = w2.to(origin) - origin, w1.to(origin) - origin
-        u, aside = u / u.norm(), v.norm()
+        u, v_norm = u / u.norm(), v.norm()
         for _ in range(2):  # once is not enough if the three are nearly on a line
             v = v - (u @ v) * u
         # False, too, if u is NaN because w0 = w2
-        require(bool(v.norm() > 1e-6 * aside), "models", "three on one line", "give three that span a plane")
+        require(bool(v.norm() > 1e-6 * v_norm), "models", "three on one line", "give three that span a plane")
         directions = torch.stack([u, v / v.norm()])
         corners = project(torch.stack([origin, w1.to(origin), w2.to(origin)]), origin, directions).coordinates
         return cls(origin, directions, corners)
@@ -210,8 +210,8 @@ class Interpolation(Values):
         """
         between = (self.gammas >= 0) & (self.gammas <= 1)
         g, loss = self.gammas[between], self.loss[name][between]
-        above = loss - (g * loss[-1] + (1 - g) * loss[0])
-        return float(np.nanmax(above) if self.missing and np.isfinite(loss[[0, -1]]).all() else np.max(above))
+        excess = loss - (g * loss[-1] + (1 - g) * loss[0])
+        return float(np.nanmax(excess) if self.missing and np.isfinite(loss[[0, -1]]).all() else np.max(excess))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what :class:`Values` does, and the barrier of each data set."""

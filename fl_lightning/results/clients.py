@@ -72,13 +72,13 @@ def statistics(values: ArrayLike, samples: ArrayLike, mode: Mode = "max") -> dic
         The mean over clients (its ending is empty), ``_weighted`` by their samples, ``_std`` (the standard deviation
         with n), ``_worst_decile`` (the mean of the worst n // 10 clients, of at least one), and ``_worst``.
     """
-    found = np.asarray(values, dtype=np.float64)
-    ordered = worst_first(found, mode) if np.isfinite(found).all() else np.full(len(found), found.mean())
+    numbers = np.asarray(values, dtype=np.float64)
+    ordered = worst_first(numbers, mode) if np.isfinite(numbers).all() else np.full(len(numbers), numbers.mean())
     return {
-        "": float(found.mean()),
-        "_weighted": float(np.average(found, weights=np.asarray(samples, dtype=np.float64))),
-        "_std": float(found.std()),
-        "_worst_decile": float(ordered[: max(1, len(found) // 10)].mean()),
+        "": float(numbers.mean()),
+        "_weighted": float(np.average(numbers, weights=np.asarray(samples, dtype=np.float64))),
+        "_std": float(numbers.std()),
+        "_worst_decile": float(ordered[: max(1, len(numbers) // 10)].mean()),
         "_worst": float(ordered[0]),
     }
 
@@ -163,17 +163,17 @@ def plot_clients(groups: Mapping[str, Sequence[ClientTable]], column: str = "") 
         ordered.axvspan(0, 10, color="0.9", zorder=0)
         drawn = [(i, name, tables) for i, (name, tables) in enumerate(groups.items()) if tables]
         for i, name, tables in drawn:
-            look = {**line_style(i), "gid": f"run-{i}", "drawstyle": "steps-post"}
-            ordered.plot(100 * SHARES, sorted_curve(tables, column), label=name, **look)
+            style = {**line_style(i), "gid": f"run-{i}", "drawstyle": "steps-post"}
+            ordered.plot(100 * SHARES, sorted_curve(tables, column), label=name, **style)
         ordered.set_xlim(0, 100)
         if sizes:
             axes = figure.add_subplot(1, 2, 2, xlabel="training samples of a client", sharey=ordered)
             for i, _, tables in drawn:
                 samples, values = together(tables, column)
-                look = {**line_style(i), "gid": f"run-{i}"}
+                style = {**line_style(i), "gid": f"run-{i}"}
                 cloud = {"linestyle": "none", "marker": ".", "markersize": 4, "alpha": 0.4, "markeredgewidth": 0}
-                axes.plot(samples, values, rasterized=len(samples) > 500, **{**look, **cloud})
-                axes.plot(*by_samples(tables, column), **{**look, **marked_style(i)})
+                axes.plot(samples, values, rasterized=len(samples) > 500, **{**style, **cloud})
+                axes.plot(*by_samples(tables, column), **{**style, **marked_style(i)})
             scale_axis(axes.xaxis, np.concatenate([together(tables, column)[0] for _, _, tables in drawn]))
         place_legend(figure, always=len(groups) > 1)
     return figure
@@ -189,13 +189,13 @@ def plot_by_client(panels: Mapping[str, Mapping[int, Sequence[tuple[float, float
     rows, columns, width = panel_grid(len(panels))
     with new_figure(width, 2.1 * rows + 0.3, grid="both") as figure:
         first = None
-        for place, (title, clients) in enumerate(panels.items()):
-            axes = first = figure.add_subplot(rows, columns, place + 1, title=title, sharey=first)
+        for index, (title, clients) in enumerate(panels.items()):
+            axes = first = figure.add_subplot(rows, columns, index + 1, title=title, sharey=first)
             x, y = np.array([point for points in clients.values() for point in points]).T
             rounds = np.unique(x)
             axes.plot(x, y, ".", color=COLORS[4], markersize=3, markeredgewidth=0, alpha=0.5, label="a client")
-            axes.plot(rounds, [y[x == at].mean() for at in rounds], color=COLORS[0], label="mean of the clients")
-            axes.set(ylabel="" if place % columns else name, xlabel="round" if place + columns >= len(panels) else "")
+            axes.plot(rounds, [y[x == round].mean() for round in rounds], color=COLORS[0], label="mean of the clients")
+            axes.set(ylabel="" if index % columns else name, xlabel="round" if index + columns >= len(panels) else "")
             axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         scale_axis(axes.yaxis, [y for clients in panels.values() for points in clients.values() for _, y in points])
         place_legend(figure)

@@ -111,33 +111,33 @@ def compare(
     """
     runs = [runs] if isinstance(runs, str | Path) else runs
     ensure(bool(runs), "runs = []: give the folders of runs, or a folder above them")
-    named = {folder for run in runs for folder in located(run)}
+    listed = {folder for run in runs for folder in located(run)}
     members: dict[str, dict[Seeds, Path]] = {}
     left_out: dict[str, list[Path]] = {}
-    found = find_runs(runs)
-    metric = metric or summarise(found[0], last, mode=mode).metric  # the same of all
-    lacking = [folder for folder in found if folder not in named and metric not in _head(folder)]
-    for folder in found:
-        if folder in lacking and len(lacking) < len(found):
+    folders = find_runs(runs)
+    metric = metric or summarise(folders[0], last, mode=mode).metric  # the same of all
+    unmeasured = [folder for folder in folders if folder not in listed and metric not in _head(folder)]
+    for folder in folders:
+        if folder in unmeasured and len(unmeasured) < len(folders):
             say(f"left out: {folder}: its {FILE} has no {metric}", file=sys.stderr)
             continue
         key, seed = _identity(folder)
         group = members.setdefault(key, {})
         if twin := group.get(seed):
             ensure(
-                not {folder, twin} <= named,
+                not {folder, twin} <= listed,
                 f"runs = {folder}: the same config and seed as {twin}; leave one of them out",
             )
-            counts = max(folder, twin, key=lambda run: (run in named, _ended(run)))  # of equals the later one
-            left_out.setdefault(key, []).append(twin if counts is folder else folder)
-            if counts is twin:
+            kept = max(folder, twin, key=lambda run: (run in listed, _ended(run)))  # of equals the later one
+            left_out.setdefault(key, []).append(twin if kept is folder else folder)
+            if kept is twin:
                 continue
             del group[seed]  # the later one comes last
         group[seed] = folder
     ends = _names([next(iter(group.values())) for group in members.values()])
     configs = [settings_of(next(iter(group.values()))) for group in members.values()]
-    short = telling(configs) if all(configs) else {}
-    texts = {whole: shown(config.get(whole) for config in configs) for whole in short.values()}
+    keys = telling(configs) if all(configs) else {}
+    texts = {setting: shown(config.get(setting) for config in configs) for setting in keys.values()}
     groups = [
         Group(
             name=name,
@@ -145,7 +145,7 @@ def compare(
             seeds=[*group],
             runs=[summarise(folder, last, target, metric, mode) for folder in group.values()],
             left_out=left_out.get(key, []),
-            settings={end: texts[whole][config.get(whole)] for end, whole in short.items()},
+            settings={end: texts[setting][config.get(setting)] for end, setting in keys.items()},
         )
         for name, config, (key, group) in zip(ends, configs, members.items(), strict=True)
     ]
@@ -158,10 +158,13 @@ def compare(
             replace(group, runs=[summarise(folder, last, fmean(reached), metric, mode) for folder in group.folders])
             for group in groups
         ]
-    for folder, each in ((folder, run) for row in groups for folder, run in zip(row.folders, row.runs, strict=True)):
+    for folder, summary in ((folder, run) for row in groups for folder, run in zip(row.folders, row.runs, strict=True)):
         if not _ended(folder):
-            asked = settings_of(folder)["trainer.max_rounds"]
-            say(f"not ended: {folder} has {each.rounds} of {asked} rounds, and counts all the same", file=sys.stderr)
+            planned = settings_of(folder)["trainer.max_rounds"]
+            say(
+                f"not ended: {folder} has {summary.rounds} of {planned} rounds, and counts all the same",
+                file=sys.stderr,
+            )
     return groups
 
 
@@ -195,15 +198,15 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     Raises:
         UserError: If a folder does not exist, or holds no run.
     """
-    found: dict[Path, None] = {}
-    for given in folders:
-        paths = located(given)
-        there = all(path.is_dir() for path in paths)
-        ensure(there, f"runs = {given}: no such folder; give the folders of runs, or a folder above them")
-        below = sorted((run for path in paths for run in _below(path)), key=_by_number)
-        ensure(bool(below), f"runs = {given}: no run there, that is no {FILE} with a round; give another folder")
-        found |= dict.fromkeys(below)
-    return list(found)
+    runs: dict[Path, None] = {}
+    for folder in folders:
+        paths = located(folder)
+        exist = all(path.is_dir() for path in paths)
+        ensure(exist, f"runs = {folder}: no such folder; give the folders of runs, or a folder above them")
+        runs_below = sorted((run for path in paths for run in _below(path)), key=_by_number)
+        ensure(bool(runs_below), f"runs = {folder}: no run there, that is no {FILE} with a round; give another folder")
+        runs |= dict.fromkeys(runs_below)
+    return list(runs)
 
 
 def of_run(groups: Iterable[Group], run: str | Path) -> Group:
@@ -213,12 +216,14 @@ def of_run(groups: Iterable[Group], run: str | Path) -> Group:
         UserError: If there is none, or more than one.
     """
     paths, groups = {*located(run)}, list(groups)
-    found = [group for group in groups if any(paths & {one, *one.parents} for one in group.folders)]
-    found = found or [group for group in groups if str(run) in (group.name, group.title, *group.settings.values())]
-    if len(found) == 1:
-        return found[0]
-    names = folded("; ".join(group.title for group in found or groups), 300)
-    problem = f"of {len(found)} configs; give one of them" if found else "none of the runs; add it to them, or name one"
+    matches = [group for group in groups if any(paths & {folder, *folder.parents} for folder in group.folders)]
+    matches = matches or [group for group in groups if str(run) in (group.name, group.title, *group.settings.values())]
+    if len(matches) == 1:
+        return matches[0]
+    names = folded("; ".join(group.title for group in matches or groups), 300)
+    problem = (
+        f"of {len(matches)} configs; give one of them" if matches else "none of the runs; add it to them, or name one"
+    )
     raise UserError(f"reference = {run}: {problem}: {names}")
 
 
@@ -227,14 +232,14 @@ def _identity(folder: Path) -> tuple[str, Seeds]:
     if not (config := config_of(folder)):
         return str(folder), None
     try:
-        own = config["data"].get("init_args", {})  # a class of one's own may have none
-        seeds = config["trainer"]["seed"], own.get("seed", 0)
+        settings = config["data"].get("init_args", {})  # a class of one's own may have none
+        seeds = config["trainer"]["seed"], settings.get("seed", 0)
         hash(seeds)
         return run_key(folder), seeds
     except (AttributeError, KeyError, TypeError) as error:
-        what = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{folder / 'config.yaml'}: not a run's config ({what:.120}); restore the file, or leave its run out"
+            f"{folder / 'config.yaml'}: not a run's config ({reason:.120}); restore the file, or leave its run out"
         ) from None
 
 
@@ -247,9 +252,9 @@ def shown(texts: Iterable[str | None]) -> dict[str | None, str]:
         texts: The values as `flatten` returns them; None where a config has no such setting.
     """
     values = {text: float(text) if text and NUMBER.fullmatch(text) else text for text in texts}
-    kinds = {value: text for text, value in reversed(values.items())}
+    by_value = {value: text for text, value in reversed(values.items())}
     for digits in (*range(4, 17), 0):
-        printed = {value: _plain(text, digits) for value, text in kinds.items()}
+        printed = {value: _plain(text, digits) for value, text in by_value.items()}
         if len({*printed.values()}) == len(printed):
             break
     return {text: printed[value] for text, value in values.items()}
@@ -269,16 +274,16 @@ def _plain(text: str | None, digits: int) -> str:
 
 def _ended(folder: Path) -> bool:
     """Returns whether a run has ended, as it says itself, or by its rounds."""
-    asked = settings_of(folder).get("trainer.max_rounds", "0")
-    done = (folder / SUMMARY).is_file() or (folder / ROW).is_file() or not asked.isdecimal()
-    return done or rounds_done(read_run(folder)) >= int(asked)
+    planned = settings_of(folder).get("trainer.max_rounds", "0")
+    done = (folder / SUMMARY).is_file() or (folder / ROW).is_file() or not planned.isdecimal()
+    return done or rounds_done(read_run(folder)) >= int(planned)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Returns a short name for each group: the end of the path of its first run, long enough to be unique."""
-    whole = [folder.as_posix() for folder in folders]
-    short = [re.sub(r"([/_]?seed_-?\d+)?(/version_\d+)?$", "", path) for path in whole]  # as `fit --seeds` names them
-    paths = [a if short.count(a) == 1 else b for a, b in zip(short, whole, strict=True)]
+    full = [folder.as_posix() for folder in folders]
+    short = [re.sub(r"([/_]?seed_-?\d+)?(/version_\d+)?$", "", path) for path in full]  # as `fit --seeds` names them
+    paths = [a if short.count(a) == 1 else b for a, b in zip(short, full, strict=True)]
     names = []
     for path in paths:
         parts = path.split("/")
@@ -291,7 +296,7 @@ def _below(root: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
         if ROWS in files:
             names.clear()
-            yield from (run for place in located(folder) for run in _below(place))
+            yield from (run for unpacked in located(folder) for run in _below(unpacked))
         elif FILE in files:
             names.clear()
             path, head = Path(folder), _head(Path(folder))
@@ -346,8 +351,8 @@ def difference(group: Group, reference: Group, name: str) -> Difference | None:
         reference: Runs of another config.
         name: The statistic, as in `Group.values`.
     """
-    found = apart(group, reference, name)
-    return interval([*found.values()]) if found else None
+    differences = apart(group, reference, name)
+    return interval([*differences.values()]) if differences else None
 
 
 def apart(group: Group, reference: Group, name: str) -> dict[object, float]:
@@ -356,15 +361,15 @@ def apart(group: Group, reference: Group, name: str) -> dict[object, float]:
     return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
 
 
-def interval(apart: Sequence[float]) -> Difference:
+def interval(differences: Sequence[float]) -> Difference:
     """Returns the mean of differences, at least one, with its 95 % interval."""
     from scipy.special import stdtrit  # Student's t; scipy.stats takes a second to import
 
-    n = len(apart)
-    half = math.nan if n < 2 else float(stdtrit(n - 1, 0.975)) * (deviation(apart) or 0.0) / math.sqrt(n)
-    return Difference(average(apart), half, n)
+    n = len(differences)
+    half = math.nan if n < 2 else float(stdtrit(n - 1, 0.975)) * (deviation(differences) or 0.0) / math.sqrt(n)
+    return Difference(average(differences), half, n)
 
 
 def _by_seed(group: Group, name: str) -> Mapping[object, float]:
-    found = ((seed, group.value(run, name)) for seed, run in zip(group.seeds, group.runs, strict=True))
-    return {seed: value for seed, value in found if value is not None and math.isfinite(value)}
+    pairs = ((seed, group.value(run, name)) for seed, run in zip(group.seeds, group.runs, strict=True))
+    return {seed: value for seed, value in pairs if value is not None and math.isfinite(value)}

@@ -21,7 +21,7 @@ EXECUTION = (
 
 
 ONLY_PYTHON = re.compile(r"\((?:[^()]*, )?id [0-9a-f]{6}\)|\b__main__\.|<locals>")
-"""Is found in settings that no config can make: what a description of `core.made` has, and classes of a script."""
+"""A pattern of settings that no config can make: what a description of `core.made` has, and classes of a script."""
 SINCE = {"absent": "kept", "state": "reset", "warmup": 0, "rho0": 0.001, "eps": 1e-12}
 """Settings that classes got after the ledger's first rows, and the defaults that these have; of others it is null."""
 LENGTH = ("max_rounds", "max_time")
@@ -43,8 +43,8 @@ def config_files(folder: Path) -> dict[int, Path]:
     Args:
         folder: The run folder.
     """
-    named = ((re.fullmatch(r"config(?:_round_(\d+))?\.yaml", path.name), path) for path in folder.glob("config*.yaml"))
-    return dict(sorted((int(match[1] or 0), path) for match, path in named if match))
+    files = ((re.fullmatch(r"config(?:_round_(\d+))?\.yaml", path.name), path) for path in folder.glob("config*.yaml"))
+    return dict(sorted((int(match[1] or 0), path) for match, path in files if match))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -54,12 +54,12 @@ def read_config(path: Path) -> dict[str, Any]:
         UserError: If it is not readable.
     """
     try:
-        found = _parsed(path.read_text(encoding="utf-8"))
+        config = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: not readable ({folded(what):.120}); put the run's own file back") from None
-    ensure(isinstance(found, dict), f"{path}: no mapping of settings; put the run's own file back")
-    return dict(found)
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: not readable ({folded(reason):.120}); put the run's own file back") from None
+    ensure(isinstance(config, dict), f"{path}: no mapping of settings; put the run's own file back")
+    return dict(config)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -71,20 +71,20 @@ def config_of(folder: Path) -> dict[str, Any]:
 @lru_cache(1000)
 def _parsed(text: str) -> Any:
     """Returns what a config says, without secrets. A table reads the config of each of its runs several times."""
-    found = load_yaml(text)
-    json.dumps(found, sort_keys=True, default=str)  # keys that are no text, as those of `group_key` are
-    return hidden(found)
+    config = load_yaml(text)
+    json.dumps(config, sort_keys=True, default=str)  # keys that are no text, as those of `group_key` are
+    return hidden(config)
 
 
 def setting_of(config: Mapping[str, Any], key: str) -> Any:
     """Returns a value of a config by its key on the command line; None if it has no such key."""
-    at: Any = config
+    value: Any = config
     for name in key.split("."):
-        if not isinstance(at, Mapping):
+        if not isinstance(value, Mapping):
             return None
-        settings = at.get("init_args")
-        at = (settings if isinstance(settings, Mapping) and name in settings else at).get(name)
-    return at
+        settings = value.get("init_args")
+        value = (settings if isinstance(settings, Mapping) and name in settings else value).get(name)
+    return value
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -110,7 +110,7 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """
     old, new = flatten(saved), flatten(here)
     keys = different([old, new])
-    kept = [key for key in keys if not any(key.startswith(f"{other}.") for other in keys) and not is_execution(key)]
+    kept = [key for key in keys if not any(key.startswith(f"{part}.") for part in keys) and not is_execution(key)]
     return [
         f"{key} = {folded(old[key], 60)} (here: {folded(new[key], 60)})" for key in kept if key in old and key in new
     ]
@@ -138,17 +138,17 @@ def telling(configs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     Returns:
         The keys by short name; none if they do not tell all configs apart.
     """
-    apart = varying(configs)
+    candidates = varying(configs)
     composed = [key for key in COMPOSED if any(config.get(key, "null") != "null" for config in configs)]
-    found = [key for key in apart if key in composed or all(key in config for config in configs)]
+    chosen = [key for key in candidates if key in composed or all(key in config for config in configs)]
 
     def kinds(keys: Sequence[str]) -> int:
         return len({tuple(config.get(key) for key in keys) for config in configs})
 
-    for key in apart:
-        if key not in found and kinds([*found, key]) > kinds(found):
-            found.append(key)
-    return short_names(found) if kinds(found) == len(configs) else {}
+    for key in candidates:
+        if key not in chosen and kinds([*chosen, key]) > kinds(chosen):
+            chosen.append(key)
+    return short_names(chosen) if kinds(chosen) == len(configs) else {}
 
 
 def varying(configs: Sequence[Mapping[str, str]]) -> list[str]:
@@ -160,7 +160,9 @@ def varying(configs: Sequence[Mapping[str, str]]) -> list[str]:
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Returns keys by a short name: the end of the key, long enough to be unique, or else the key."""
     ends = {key: [".".join(key.split(".")[-n:]) for n in range(1, key.count(".") + 2)] for key in keys}
-    return {next((e for e in own if sum(e in other for other in ends.values()) == 1), k): k for k, own in ends.items()}
+    return {
+        next((e for e in names if sum(e in rivals for rivals in ends.values()) == 1), k): k for k, names in ends.items()
+    }
 
 
 def find_setting(keys: Sequence[str], name: str, option: str) -> str:
@@ -169,10 +171,10 @@ def find_setting(keys: Sequence[str], name: str, option: str) -> str:
     Raises:
         UserError: If there is none, or more than one.
     """
-    found = [key for key in keys if key == name] or [key for key in keys if key.endswith(f".{name}")]
-    problem = "the end of several settings" if found else "no setting that varies in these runs"
-    ensure(len(found) == 1, f"{option} = {name}: {problem}; choose from {', '.join(found or short_names(keys))}")
-    return found[0]
+    matches = [key for key in keys if key == name] or [key for key in keys if key.endswith(f".{name}")]
+    problem = "the end of several settings" if matches else "no setting that varies in these runs"
+    ensure(len(matches) == 1, f"{option} = {name}: {problem}; choose from {', '.join(matches or short_names(keys))}")
+    return matches[0]
 
 
 def different(configs: Sequence[Mapping[str, str]]) -> list[str]:
@@ -194,21 +196,21 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     For a list, its entries stand under its key, and the settings of entries with a class stand below it, by the name of
     the class, such as Compress, or Compress_2 for the second one of the class.
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for key, value in config.items():
-        below: Any = value
+        nested: Any = value
         if isinstance(value, list):
             parts = [entry for entry in value if isinstance(entry, dict)]
-            kinds = [str(part.get("class_path", place)).rpartition(".")[2] for place, part in enumerate(parts)]
-            named = [f"{kind}_{n + 1}" if n else kind for kind, n in zip(kinds, earlier(kinds), strict=True)]
-            below = dict(zip(named, parts, strict=True))
+            classes = [str(part.get("class_path", index)).rpartition(".")[2] for index, part in enumerate(parts)]
+            names = [f"{kind}_{n + 1}" if n else kind for kind, n in zip(classes, earlier(classes), strict=True)]
+            nested = dict(zip(names, parts, strict=True))
         elif isinstance(value, dict) and "class_path" in value:
-            below = value.get("init_args")
-        if below is not value or not isinstance(value, dict) or not value:
-            found[key] = ", ".join(map(_name, value)) if isinstance(value, list) else _name(value)
-        if isinstance(below, dict):
-            found |= {f"{key}.{name}": text for name, text in flatten(below).items()}
-    return found
+            nested = value.get("init_args")
+        if nested is not value or not isinstance(value, dict) or not value:
+            settings[key] = ", ".join(map(_name, value)) if isinstance(value, list) else _name(value)
+        if isinstance(nested, dict):
+            settings |= {f"{key}.{name}": text for name, text in flatten(nested).items()}
+    return settings
 
 
 def only_python(config: Mapping[str, Any]) -> dict[str, str]:
@@ -251,7 +253,7 @@ def run_key(folder: Path) -> str:
 def without_defaults(value: Any) -> Any:
     """Returns a config without the settings at a default that earlier configs lack: null, or that of `SINCE`."""
     if isinstance(value, dict):
-        return {key: without_defaults(each) for key, each in value.items() if each != SINCE.get(key)}
+        return {key: without_defaults(setting) for key, setting in value.items() if setting != SINCE.get(key)}
     return list(map(without_defaults, value)) if isinstance(value, list) else value
 
 
@@ -332,18 +334,18 @@ def _check(text: str) -> None:
                 closed = stack.pop()
                 sizes[closed.anchor] = size = closed.size
             case yaml.AliasEvent(anchor=anchor):
-                _ensure(all(anchor != above.anchor for above in stack), f"{line}: *{anchor} stands within itself")
+                _ensure(all(anchor != ancestor.anchor for ancestor in stack), f"{line}: *{anchor} stands within itself")
                 size = sizes.get(anchor, 1)
             case yaml.ScalarEvent():
                 size, key = 1, event.value
             case _:
                 continue
-        within = stack[-1]
-        if within.keys is not None and within.children % 2 == 0 and key not in (None, "<<"):
-            _ensure(key not in within.keys, f"{line}: {key} is there twice; give it once")
-            within.keys.add(key)
-        within.children, within.size = within.children + 1, within.size + size
-        _ensure(within.size <= SIZE, f"{line}: unfolds to more than {SIZE:,} values")
+        parent = stack[-1]
+        if parent.keys is not None and parent.children % 2 == 0 and key not in (None, "<<"):
+            _ensure(key not in parent.keys, f"{line}: {key} is there twice; give it once")
+            parent.keys.add(key)
+        parent.children, parent.size = parent.children + 1, parent.size + size
+        _ensure(parent.size <= SIZE, f"{line}: unfolds to more than {SIZE:,} values")
 
 
 def _ensure(ok: bool, problem: str) -> None:

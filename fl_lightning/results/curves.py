@@ -90,14 +90,14 @@ def curve(runs: Sequence[Columns], name: str) -> Band | None:
     Returns:
         None if no run has it, or there is no common round.
     """
-    having = [dict(run[name]) for run in runs if run.get(name)]
-    common = sorted(set(having[0]).intersection(*having[1:])) if having else []
+    series = [dict(run[name]) for run in runs if run.get(name)]
+    common = sorted(set(series[0]).intersection(*series[1:])) if series else []
     if not common:
         return None
-    means = [_means([(at, run[at]) for at in common]) for run in having]
+    means = [_means([(round, run[round]) for round in common]) for run in series]
     by_round = [[value for _, value in points] for points in zip(*means, strict=True)]
     return Band(
-        [at for at, _ in means[0]], [*map(average, by_round)], [deviation(values) or 0.0 for values in by_round]
+        [round for round, _ in means[0]], [*map(average, by_round)], [deviation(values) or 0.0 for values in by_round]
     )
 
 
@@ -105,13 +105,13 @@ def _means(values: Pairs) -> list[tuple[float, float]]:
     """Returns mean round and mean value of each part of a run that has measurements."""
     width = max(1, math.ceil(values[-1][0] / POINTS))
     parts = [list(part) for _, part in groupby(values, lambda pair: (pair[0] - 1) // width)]
-    return [(fmean(at for at, _ in part), average([value for _, value in part])) for part in parts]
+    return [(fmean(round for round, _ in part), average([value for _, value in part])) for part in parts]
 
 
 def drawn(groups: Mapping[str, Sequence[Columns]]) -> list[str]:
     """Returns the results that any run has, those of `MAIN` first."""
-    having = dict.fromkeys(name for runs in groups.values() for run in runs for name in run if is_result(name))
-    return list(dict.fromkeys([*(name for name in MAIN if name in having), *having]))
+    measured = dict.fromkeys(name for runs in groups.values() for run in runs for name in run if is_result(name))
+    return list(dict.fromkeys([*(name for name in MAIN if name in measured), *measured]))
 
 
 def curve_files(runs: Mapping[str, Runs]) -> dict[str, str | bytes]:
@@ -123,9 +123,9 @@ def curve_files(runs: Mapping[str, Runs]) -> dict[str, str | bytes]:
     bands = [(text, name, curve(group, name), group) for text, group in groups.items() for name in drawn(groups)]
     rows = (
         (text, name, *point, sum(name in run for run in group))
-        for text, name, found, group in bands
-        if found is not None
-        for point in zip(*found, strict=True)
+        for text, name, band, group in bands
+        if band is not None
+        for point in zip(*band, strict=True)
     )
     return {
         "curves.csv": table_text(["run", "metric", "round", "mean", "sd", "seeds"], rows),
@@ -204,20 +204,20 @@ def _panel(axes: Axes, name: str, groups: Mapping[str, Sequence[Columns]], hours
     if not hours:
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     for i, (text, group) in enumerate(groups.items()):
-        look, found = {**line_style(i), "gid": f"run-{i}"}, curve(group, name)
-        if found is None:
+        style, band = {**line_style(i), "gid": f"run-{i}"}, curve(group, name)
+        if band is None:
             continue
-        low, high = ([m + sign * sd for m, sd in zip(found.mean, found.sd, strict=True)] for sign in (-1, 1))
-        means, ends = means + found.mean, ends + low
-        at = _hours(group, found.rounds) if hours else found.rounds
-        axes.plot(at, found.mean, label=text, marker="." if len(at) < 30 else None, **look)
-        faint = {"color": look["color"], "gid": look["gid"]}
+        low, high = ([m + sign * sd for m, sd in zip(band.mean, band.sd, strict=True)] for sign in (-1, 1))
+        means, ends = means + band.mean, ends + low
+        x = _hours(group, band.rounds) if hours else band.rounds
+        axes.plot(x, band.mean, label=text, marker="." if len(x) < 30 else None, **style)
+        faint = {"color": style["color"], "gid": style["gid"]}
         if len(group) > 1:
-            axes.fill_between(at, low, high, alpha=0.2, linewidth=0, **faint)
-        elif len(at) < len(group[0][name]):
+            axes.fill_between(x, low, high, alpha=0.2, linewidth=0, **faint)
+        elif len(x) < len(group[0][name]):
             pairs = group[0][name]
-            each, values = zip(*pairs[:: -(-len(pairs) // SINGLE)], strict=True)
-            axes.plot(_hours(group, each) if hours else each, values, linewidth=0.4, alpha=0.3, zorder=1, **faint)
+            rounds, values = zip(*pairs[:: -(-len(pairs) // SINGLE)], strict=True)
+            axes.plot(_hours(group, rounds) if hours else rounds, values, linewidth=0.4, alpha=0.3, zorder=1, **faint)
     if is_flatness(name):
         scale_axis(axes.yaxis, ends)  # a band that reaches 0 has no place on a logarithmic axis
     elif name.endswith("loss") and max(means, default=0) > DIVERGED:
@@ -239,17 +239,17 @@ def plot_tradeoff(groups: Sequence[Group], measure: str) -> Figure:
         group.name: [(run.flatness[measure], run.mean) for run in group.runs if measure in run.flatness]
         for group in groups
     }
-    found = {text: values for text, values in points.items() if values}
-    if len(found) > MOST:
-        return _plot_rows(found, f"{label(name)} (smaller is flatter)", metric)
+    measured = {text: values for text, values in points.items() if values}
+    if len(measured) > MOST:
+        return _plot_rows(measured, f"{label(name)} (smaller is flatter)", metric)
     with new_figure(COLUMN, 2.5, grid="both") as figure:
         axes = figure.add_subplot(xlabel=f"{label(name)} (smaller is flatter)", ylabel=label(metric))
         axes.locator_params(axis="x", nbins=5)
         for i, (text, values) in enumerate(points.items()):
-            look = {**marked_style(i), "linestyle": "none", "gid": f"run-{i}"}
+            style = {**marked_style(i), "linestyle": "none", "gid": f"run-{i}"}
             if values:
-                axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **look)
-        scale_axis(axes.xaxis, [x for values in found.values() for x, _ in values])
+                axes.plot(*zip(*values, strict=True), label=text, clip_on=False, **style)
+        scale_axis(axes.xaxis, [x for values in measured.values() for x, _ in values])
         place_legend(figure, always=len(groups) > 1)
     return figure
 
@@ -260,7 +260,7 @@ def _plot_rows(groups: Mapping[str, Pairs], flatness: str, metric: str) -> Figur
         left, right = figure.subplots(1, 2, sharey=True)
         for axes, title, column in ((left, label(metric), 1), (right, flatness, 0)):
             values = [[pair[column] for pair in groups[text]] for text in order]
-            means, sds = [average(each) for each in values], [deviation(each) or 0.0 for each in values]
+            means, sds = [average(numbers) for numbers in values], [deviation(numbers) or 0.0 for numbers in values]
             axes.errorbar(
                 means, range(len(order)), xerr=sds, fmt="o", markersize=3, linewidth=0.8, color=line_style(0)["color"]
             )
@@ -269,10 +269,10 @@ def _plot_rows(groups: Mapping[str, Pairs], flatness: str, metric: str) -> Figur
                 # 0.9 and 0.99 are as far apart as 0.99 and 0.999; a deviation may reach beyond 0 or 1
                 axes.set_xscale("logit", nonpositive="clip")
                 low, high = axes.set_xlim(min(means) / 2, 1 - (1 - max(means)) / 2)
-                shown = [
+                ticks = [
                     tick for tick in (0.05, 0.2, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999) if low < tick < high
                 ]
-                axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
+                axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
                 axes.set_xticks([], minor=True)
             else:
                 scale_axis(axes.xaxis, means)
@@ -284,11 +284,11 @@ HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++++", "oooo")
 """Bars differ by more than their colour."""
 
 
-def _bars(axes: Axes, i: int, of: int, places: Iterable[int], heights: Sequence[float], **look: Any) -> None:
+def _bars(axes: Axes, i: int, count: int, places: Iterable[int], heights: Sequence[float], **style: Any) -> None:
     """Draws the bars of the i-th of several labels at the places of their groups."""
-    width = 0.8 / of
-    look |= {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "white"}
-    axes.bar([place + (i - (of - 1) / 2) * width for place in places], heights, width, linewidth=0.4, **look)
+    width = 0.8 / count
+    style |= {"color": COLORS[i % len(COLORS)], "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "white"}
+    axes.bar([place + (i - (count - 1) / 2) * width for place in places], heights, width, linewidth=0.4, **style)
 
 
 def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> Figure:
@@ -305,8 +305,8 @@ def plot_bars(numbers: Mapping[str, Mapping[str, Sequence[float]]], name: str) -
             heights, errors = [average(v) for v in bars.values()], [deviation(v) or 0.0 for v in bars.values()]
             places = map(groups.index, bars)
             _bars(axes, i, len(numbers), places, heights, yerr=errors, label=text, error_kw={"linewidth": 0.6})
-        turned = len(groups) > 4
-        axes.set_xticks(range(len(groups)), groups, rotation=45 * turned, ha="right" if turned else "center")
+        rotated = len(groups) > 4
+        axes.set_xticks(range(len(groups)), groups, rotation=45 * rotated, ha="right" if rotated else "center")
         scale_axis(axes.yaxis, [average(v) for bars in numbers.values() for v in bars.values()])
         place_legend(figure)
     return figure
@@ -322,18 +322,18 @@ def plot_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, Sequence[
     """
     rows, columns, width = panel_grid(len(panels))
     with new_figure(width, 1.9 * rows + 0.4, grid="both") as figure:
-        for place, (across, lines) in enumerate(panels.items()):
-            axes = figure.add_subplot(rows, columns, place + 1, xlabel=wrapped(across, 2.6))
-            axes.set_ylabel("" if place % columns else name)
+        for index, (across, lines) in enumerate(panels.items()):
+            axes = figure.add_subplot(rows, columns, index + 1, xlabel=wrapped(across, 2.6))
+            axes.set_ylabel("" if index % columns else name)
             for i, (text, points) in enumerate(lines.items()):
-                x, y = [at for at, _ in points], [average(values) for _, values in points]
+                x, y = [x_value for x_value, _ in points], [average(values) for _, values in points]
                 spread = [deviation(values) or 0.0 for _, values in points]
-                look = {"elinewidth": 0.6, "capsize": 2, **marked_style(i)}
-                axes.errorbar(x, y, spread if any(spread) else None, label=text, **look)
-            scale_axis(axes.xaxis, [at for points in lines.values() for at, _ in points])
-            tried, *others = (tuple(at for at, _ in points) for points in lines.values())
-            if all(other == tried for other in others):
-                axes.set_xticks(tried, [f"{at:g}" for at in tried])
+                style = {"elinewidth": 0.6, "capsize": 2, **marked_style(i)}
+                axes.errorbar(x, y, spread if any(spread) else None, label=text, **style)
+            scale_axis(axes.xaxis, [x_value for points in lines.values() for x_value, _ in points])
+            tried, *others = (tuple(x_value for x_value, _ in points) for points in lines.values())
+            if all(places == tried for places in others):
+                axes.set_xticks(tried, [f"{x_value:g}" for x_value in tried])
         place_legend(figure)
     return figure
 
@@ -373,15 +373,15 @@ def plot_corruptions(runs: Mapping[str, Sequence[Accuracy] | Path]) -> Figure:
     corrupted = [row for rows in tables.values() for row in rows if row.severity]
     names, highest = list(dict.fromkeys(row.corruption for row in corrupted)), max(row.severity for row in corrupted)
     with new_figure(COLUMN if len(names) * len(tables) <= 8 else PAGE, 4.2, grid="y") as figure:
-        for place, (title, least) in enumerate(((f"severity {highest}", highest), ("mean over severities", 1))):
-            axes = figure.add_subplot(2, 1, place + 1, title=title, ylabel="test accuracy (%)", ylim=(0, 100))
+        for index, (title, lowest) in enumerate(((f"severity {highest}", highest), ("mean over severities", 1))):
+            axes = figure.add_subplot(2, 1, index + 1, title=title, ylabel="test accuracy (%)", ylim=(0, 100))
             for i, (text, rows) in enumerate(tables.items()):
-                shown = grouped((row.corruption, row.acc) for row in rows if row.severity >= least)
-                heights = [100 * average(shown.get(name, [])) for name in names]
+                accuracies = grouped((row.corruption, row.acc) for row in rows if row.severity >= lowest)
+                heights = [100 * average(accuracies.get(name, [])) for name in names]
                 _bars(axes, i, len(tables), range(len(names)), heights, label=text)
                 for clean in (row.acc for row in rows if row.corruption == CLEAN):
                     axes.axhline(100 * clean, **{**line_style(i), "linewidth": 0.8, "zorder": 0})
-            labels = [name.replace("_", " ") for name in names] if place else [""] * len(names)
+            labels = [name.replace("_", " ") for name in names] if index else [""] * len(names)
             axes.set_xticks(range(len(names)), labels, rotation=45, ha="right", rotation_mode="anchor")
         place_legend(figure, always=True)
     return figure

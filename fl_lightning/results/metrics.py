@@ -103,9 +103,9 @@ def shown(metrics: Iterable[str]) -> list[str]:
 def tested(metrics: Iterable[str]) -> list[str]:
     """Returns what is evaluated on the test set, but the loss: of the global model, or of clients' own models."""
     names = dict.fromkeys(metrics)
-    found = [name for name in names if name.startswith("server/test/")]
-    found = found or [name for name in names if name.startswith(OWN) and known(name).key == "clients"]
-    return [name for name in found if not name.endswith("/loss")]
+    evaluated = [name for name in names if name.startswith("server/test/")]
+    evaluated = evaluated or [name for name in names if name.startswith(OWN) and known(name).key == "clients"]
+    return [name for name in evaluated if not name.endswith("/loss")]
 
 
 def mode_of(metric: str, mode: Mode | None = None, directions: Mapping[str, Mode] | None = None) -> Mode:
@@ -127,8 +127,8 @@ def mode_of(metric: str, mode: Mode | None = None, directions: Mapping[str, Mode
     if mode is not None:
         return mode
     leaf, declared = metric.rpartition("/")[2], directions or {}
-    if found := declared.get(leaf) or declared.get(re.sub("_(weighted|worst|worst_decile)$", "", leaf)):
-        return found
+    if direction := declared.get(leaf) or declared.get(re.sub("_(weighted|worst|worst_decile)$", "", leaf)):
+        return direction
     if re.search(r"(^|/)loss$|_std$", metric) or metric.startswith(("flatness/", "time/", "comm/")):
         return "min"
     evaluated = metric.startswith(("server/", "client/test/", "client/adapted/"))
@@ -225,46 +225,49 @@ def read_rows(path: Path) -> list[list[str]]:
 
 
 def _rows(file: Iterable[str]) -> Iterator[list[str]]:
-    whole = (line for n, line in enumerate(file) if not n or line.endswith("\n"))
-    return (row for row in csv.reader(whole, strict=True) if row)
+    lines = (line for n, line in enumerate(file) if not n or line.endswith("\n"))
+    return (row for row in csv.reader(lines, strict=True) if row)
 
 
-def read_numbers(path: Path, what: str, *whole: str) -> tuple[list[str], list[dict[str, float]]]:
+def read_numbers(path: Path, what: str, *integers: str) -> tuple[list[str], list[dict[str, float]]]:
     """Returns the head of a table of numbers that a run writes, and its rows by column, without empty cells.
 
     Args:
         path: The CSV file.
         what: What the table holds, for the error message.
-        *whole: Columns that it must have; every row has a whole number in them.
+        *integers: Columns that it must have; every row has a whole number in them.
 
     Raises:
         UserError: If the file is no such table.
     """
-    head, *rows = _numbers(path, what, *whole)
+    head, *rows = _numbers(path, what, *integers)
     return head, [{n: v for n, v in zip(head, row, strict=True) if v is not None} for row in rows]
 
 
-def _numbers(path: Path, what: str, *whole: str) -> Iterator[list[Any]]:
+def _numbers(path: Path, what: str, *integers: str) -> Iterator[list[Any]]:
     """Yields the head, and then the rows, with None for an empty cell; see `read_numbers`."""
     line = 1
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = _rows(file)
             head = next(rows, [])
-            if absent := [name for name in whole if name not in head]:
-                raise ValueError(f"no column named {absent[0]}")
+            if missing := [name for name in integers if name not in head]:
+                raise ValueError(f"no column named {missing[0]}")
             yield head
-            reads, places = [int if name in whole else float for name in head], [head.index(name) for name in whole]
+            reads, indices = (
+                [int if name in integers else float for name in head],
+                [head.index(name) for name in integers],
+            )
             for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
                 if len(row) != len(head):
                     raise ValueError(f"{len(row)} cells, not {len(head)}")
-                found: list[Any] = [
+                values: list[Any] = [
                     read(cell) if cell or read is int else None for read, cell in zip(reads, row, strict=True)
                 ]
-                for place in places:
-                    if not -LARGEST <= found[place] <= LARGEST:
-                        raise ValueError(f"{head[place]} beyond {LARGEST}")
-                yield found
+                for index in indices:
+                    if not -LARGEST <= values[index] <= LARGEST:
+                        raise ValueError(f"{head[index]} beyond {LARGEST}")
+                yield values
     except IsADirectoryError:
         raise UserError(f"{path}: a folder; give the table of {what} in it") from None
     except (ValueError, OverflowError, csv.Error) as error:
@@ -283,12 +286,12 @@ def read_metrics(path: str | Path) -> dict[str, Series]:
     """
     rows = _numbers(Path(path), "metrics", "round")
     head = next(rows)
-    found, place = [Series() for _ in head], head.index("round")
+    columns, index = [Series() for _ in head], head.index("round")
     for row in rows:
-        for series, value in zip(found, row, strict=True):
+        for series, value in zip(columns, row, strict=True):
             if value is not None:
-                series.append(row[place], value)
-    return {name: series for name, series in zip(head, found, strict=True) if series and name != "round"}
+                series.append(row[index], value)
+    return {name: series for name, series in zip(head, columns, strict=True) if series and name != "round"}
 
 
 def read_run(folder: Path | None) -> dict[str, Series]:
@@ -336,15 +339,15 @@ def write_table(path: Path, head: Iterable[Any], rows: Iterable[Iterable[Any]]) 
 
 def table_text(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """Returns a table as CSV; text that a spreadsheet would take for a formula gets a quote before it."""
-    text = StringIO()
-    csv.writer(text).writerows(
+    buffer = StringIO()
+    csv.writer(buffer).writerows(
         [
             f"'{cell}" if isinstance(cell, str) and cell[:1] in FORMULA and not NUMBER.fullmatch(cell) else cell
             for cell in row
         ]
         for row in (head, *rows)
     )
-    return text.getvalue()
+    return buffer.getvalue()
 
 
 def markdown(lines: Iterable[Iterable[str]]) -> str:
@@ -386,7 +389,7 @@ def last_measurements(run: Path) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: As `read_measurements`.
     """
-    return {found["name"]: found for found in read_measurements(run)}
+    return {measurement["name"]: measurement for measurement in read_measurements(run)}
 
 
 def protocol(measured: Mapping[str, Any]) -> str:

@@ -113,18 +113,18 @@ def find(**where: str) -> list[Cell]:
     Raises:
         UserError: If a column is unknown, or no cell has these values.
     """
-    found = list(_all())
+    cells = list(_all())
     for column, value in where.items():
         ensure(
             column in COLUMNS,
             f"papers: {column} is no column; choose from {', '.join(COLUMNS)}",
         )
-        have = sorted({getattr(cell, column) for cell in found})
-        found = [cell for cell in found if getattr(cell, column).casefold() == value.casefold()]
-        if not found:
-            choice = ", ".join(filter(None, dict.fromkeys([*similar(value, have), *have])))
+        values = sorted({getattr(cell, column) for cell in cells})
+        cells = [cell for cell in cells if getattr(cell, column).casefold() == value.casefold()]
+        if not cells:
+            choice = ", ".join(filter(None, dict.fromkeys([*similar(value, values), *values])))
             raise UserError(f"{column} = {value}: not in the papers' tables; choose from {choice}")
-    return found
+    return cells
 
 
 def our_number(run: Path, metric: str, fraction: float = 1.0) -> float | None:
@@ -144,8 +144,8 @@ def our_number(run: Path, metric: str, fraction: float = 1.0) -> float | None:
     if name not in EVALUATED:
         return None
     due = rounds_done(read_run(run)) * float(at[:-1]) / 100 if at.endswith("%") else float(at or 0) * fraction
-    found = headline(run, EVALUATED[name], at=due if at else None)
-    return None if found is None else 100 * found
+    number = headline(run, EVALUATED[name], at=due if at else None)
+    return None if number is None else 100 * number
 
 
 def beside_fedavg(metric: str) -> bool:
@@ -157,20 +157,20 @@ def _to_target(run: Path, name: str, at: str) -> float | None:
     """Returns a number up to a target accuracy in per cent, or up to FedAvg's; infinity if it is never reached."""
     # the runs of a column are in one folder, see `fl_lightning.sweeps.reproduction.Task`
     fedavg = [path.parent for path in sorted((run / "../../../FedAvg").glob(f"seed_*/version_*/{SUMMARY}"))]
-    target = float(at) / 100 if at else average([summarise(each).mean for each in fedavg])
+    target = float(at) / 100 if at else average([summarise(folder).mean for folder in fedavg])
     if math.isnan(target):
         return None
-    found = getattr(summarise(run, target=target), TARGETS[name])
-    whole = [summarise(each, target=target) for each in fedavg]
-    bits = [(each.target_bits if at else each.bits) or math.nan for each in whole]
-    return math.inf if found is None else found / {"cost": average(bits), "transmissions_100": 100}.get(name, 1)
+    number = getattr(summarise(run, target=target), TARGETS[name])
+    summaries = [summarise(folder, target=target) for folder in fedavg]
+    bits = [(summary.target_bits if at else summary.bits) or math.nan for summary in summaries]
+    return math.inf if number is None else number / {"cost": average(bits), "transmissions_100": 100}.get(name, 1)
 
 
 def _of_client(run: Path, name: str, images: str) -> float | None:
     """Returns a measure of the first client that has images of one class alone; ``airplane2`` is of the second."""
-    alone, measured = clients_of(run, images.rstrip("2")), last_measurements(run).get(name)
-    place = images.endswith("2")
-    return measured["details"]["clients"].get(str(alone[place])) if measured and len(alone) > place else None
+    clients, measured = clients_of(run, images.rstrip("2")), last_measurements(run).get(name)
+    index = images.endswith("2")
+    return measured["details"]["clients"].get(str(clients[index])) if measured and len(clients) > index else None
 
 
 def clients_of(run: Path, images: str) -> list[int]:
@@ -228,8 +228,8 @@ def beside(
         settings: Settings of the runs that are not the paper's.
     """
     numbers = {run: our_number(run, cell.metric, fraction) for run in runs}
-    counted = COUNTED.get((cell.paper, cell.algorithm, cell.metric.partition("@")[0]), 1.0)
-    finite = {run: counted * x for run, x in numbers.items() if x is not None and math.isfinite(x)}
+    factor = COUNTED.get((cell.paper, cell.algorithm, cell.metric.partition("@")[0]), 1.0)
+    finite = {run: factor * x for run, x in numbers.items() if x is not None and math.isfinite(x)}
     words = {None: "not measured"} | ({math.inf: "not reached"} if cell.metric.partition("@")[0] in TARGETS else {})
     left_out = [f"{run}: {cell.metric} is {words.get(x, x)}" for run, x in numbers.items() if run not in finite]
     return Line(cell, tuple(finite.values()), tuple(runs), (*errors, *left_out), fraction, settings)

@@ -77,9 +77,9 @@ def recipe(cell: Cell) -> Recipe:
     ensure(bool(cell.dataset), f"{where}: our copy of the paper names no data set for this number")
     column = ", ".join((cell.dataset, cell.model, cell.heterogeneity))
     files = columns(source_of(cell))
-    found = files.get(column, files.get(f"{column}, {cell.participation}", ""))
-    ensure(bool(found), f"{where}: no config for {column}; see docs/experiments.md")
-    file, *settings = shlex.split(found)
+    entry = files.get(column, files.get(f"{column}, {cell.participation}", ""))
+    ensure(bool(entry), f"{where}: no config for {column}; see docs/experiments.md")
+    file, *settings = shlex.split(entry)
     cohort, _, clients = cell.participation.partition("/")
     flags = [f"--trainer.clients_per_round={cohort}", f"--data.num_clients={clients}"] if clients else []
     flags += [f"--trainer.local_epochs={cell.epochs}"] if cell.epochs else []
@@ -98,9 +98,9 @@ def _parts(cell: Cell, file: str) -> list[Row]:
     parts = name.split("+")
     for end in range(len(parts), 0, -1):
         names = ["+".join(parts[:end]), *(f"+{part}" for part in parts[end:])]
-        found = [row for name in names if (row := _find(source_of(cell), name, file)) is not None]
-        if len(found) == len(names):
-            return found
+        matches = [row for name in names if (row := _find(source_of(cell), name, file)) is not None]
+        if len(matches) == len(names):
+            return matches
     raise UserError(f"algorithm = {cell.algorithm}: our copy of the paper has no settings of it over {file}")
 
 
@@ -120,8 +120,8 @@ def _all() -> dict[str, tuple[dict[str, str], Sequence[Row]]]:
                     settings=row.get("settings", ""),
                     source=row.get("from", ""),
                 )
-                for names, of in part["rows"].items()
-                for row in of
+                for names, entries in part["rows"].items()
+                for row in entries
             ],
         )
         for paper, part in _content("recipes.yaml").items()
@@ -192,18 +192,20 @@ class PaperFigure:
     @property
     def says(self) -> list[str]:
         """Lines that stand in the output and above the picture: whether it is the paper's, and what is assumed."""
-        found = f"{self.paper}, Figure {self.number}: {self.shows} ({self.draws})"
+        heading = f"{self.paper}, Figure {self.number}: {self.shows} ({self.draws})"
         state = (
             f"a part of the paper's figure; missing: {self.missing}" if self.missing else "as the paper describes it"
         )
         taken = [f"open in the text that we had, and assumed: {self.taken}"] if self.taken else []
-        return [found, state, *taken]
+        return [heading, state, *taken]
 
     @property
     def folder(self) -> str:
         """Name of the folder of its runs: that of their table, unless its runs are not those of one table."""
-        own = self.measure or any(runs.settings for runs in self.runs) or len({runs.table for runs in self.runs}) > 1
-        return f"{self.paper}_{f'figure_{self.whole}' if own else self.runs[0].table}"
+        own_folder = (
+            self.measure or any(runs.settings for runs in self.runs) or len({runs.table for runs in self.runs}) > 1
+        )
+        return f"{self.paper}_{f'figure_{self.whole}' if own_folder else self.runs[0].table}"
 
 
 def figures(paper: str) -> list[PaperFigure]:
@@ -222,11 +224,11 @@ def figure(paper: str, number: str) -> list[PaperFigure]:
     Raises:
         UserError: If there is no such figure, or it is a schematic.
     """
-    found = [each for each in figures(paper) if number in (each.number, each.whole)]
-    choice = ", ".join(dict.fromkeys(each.whole for each in figures(paper) if not each.schematic))
-    ensure(bool(found), f"figure = {number}: no figure of {paper}; choose from {choice}")
-    ensure(not found[0].schematic, f"figure = {number} of {paper}: it is a schematic; choose from {choice}")
-    return found
+    drawings = [drawing for drawing in figures(paper) if number in (drawing.number, drawing.whole)]
+    choice = ", ".join(dict.fromkeys(drawing.whole for drawing in figures(paper) if not drawing.schematic))
+    ensure(bool(drawings), f"figure = {number}: no figure of {paper}; choose from {choice}")
+    ensure(not drawings[0].schematic, f"figure = {number} of {paper}: it is a schematic; choose from {choice}")
+    return drawings
 
 
 @cache
@@ -238,7 +240,7 @@ def _figures() -> dict[str, list[PaperFigure]]:
 
 
 def _figure(paper: str, number: str, runs: Sequence[dict[str, Any]] = (), **entry: Any) -> PaperFigure:
-    selected = tuple(Selection(**{**each, "table": str(each["table"])}) for each in runs)
+    selected = tuple(Selection(**{**selection, "table": str(selection["table"])}) for selection in runs)
     return PaperFigure(paper, number, runs=selected, **entry)
 
 

@@ -46,7 +46,7 @@ Json = dict[str, Any]
 def _is_code(value: Any) -> bool:
     """Returns whether a value is the code of the working folder and the package, as far as it is known."""
     code = {"commit": str, "changes": str | None, "unknown_files": list[str]}
-    return fits(value, dict) and all(found is None or fits(found, code) for found in value.values())
+    return fits(value, dict) and all(state is None or fits(state, code) for state in value.values())
 
 
 PROVENANCE: Json = {
@@ -132,18 +132,18 @@ def read_group(group: Group) -> list[RunFiles]:
 
 def partitions(runs: Sequence[RunFiles]) -> list[tuple[Json, list[str]]]:
     """Returns the partitions that differ, and the runs that have each."""
-    alike = grouped((repr(run.partition), run) for run in runs if run.partition)
-    return [(sharing[0].partition, [run.label for run in sharing]) for sharing in alike.values()]
+    by_partition = grouped((repr(run.partition), run) for run in runs if run.partition)
+    return [(members[0].partition, [run.label for run in members]) for members in by_partition.values()]
 
 
 def spectra(runs: Sequence[RunFiles]) -> dict[str, list[float]]:
     """Returns the measured eigenvalues, largest first, by run; see `_details` for the names."""
-    return {label: sorted(found["eigenvalues"], reverse=True) for label, found in _details(runs, "eigenvalues")}
+    return {label: sorted(details["eigenvalues"], reverse=True) for label, details in _details(runs, "eigenvalues")}
 
 
 def densities(runs: Sequence[RunFiles]) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the measured densities of the spectrum, as eigenvalues and density there, by run; see `_details`."""
-    return {label: (found["grid"], found["density"]) for label, found in _details(runs, "density")}
+    return {label: (details["grid"], details["density"]) for label, details in _details(runs, "density")}
 
 
 def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
@@ -152,10 +152,10 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
     The label is the run, the matrix unless it is the Hessian of all weights, whether these are merged, and data and
     place if they are not the same in all measurements. What is not finite is left out.
     """
-    values = [(run, measured, measured["details"].get(key)) for run in runs for measured in run.measurements]
-    found = [(run, measured) for run, measured, given in values if given and None not in given]
-    differing = [name for name in ("data", "where") if len({measured[name] for _, measured in found}) > 1]
-    for run, measured in found:
+    candidates = [(run, measured, measured["details"].get(key)) for run in runs for measured in run.measurements]
+    matches = [(run, measured) for run, measured, value in candidates if value and None not in value]
+    differing = [name for name in ("data", "where") if len({measured[name] for _, measured in matches}) > 1]
+    for run, measured in matches:
         settings = measured["settings"]
         matrix = [settings.get("operator"), settings.get("parameters"), "merged" if settings.get("merged") else None]
         parts = [*(part for part in matrix if part not in (None, "hessian")), *(measured[name] for name in differing)]
@@ -163,8 +163,8 @@ def _details(runs: Sequence[RunFiles], key: str) -> Iterator[tuple[str, Json]]:
 
 
 def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
-    alike = len({each[0] for each in group.seeds if each}) < len(group.runs)  # then only those of the data differ
-    seed = f", seed {seeds[0]}{f', data seed {seeds[1]}' if alike else ''}" if seeds else f", {folder.name}"
+    twice = len({pair[0] for pair in group.seeds if pair}) < len(group.runs)  # then only those of the data differ
+    seed = f", seed {seeds[0]}{f', data seed {seeds[1]}' if twice else ''}" if seeds else f", {folder.name}"
     return RunFiles(
         label=group.name + (seed if len(group.runs) > 1 else ""),
         folder=folder,
@@ -178,13 +178,13 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
         clients=read_clients(folder),
         measurements=[
             *(
-                {**measured, "where": f"during the run, after round {measured['round']}"}
-                for measured in last_measurements(folder).values()
+                {**measurement, "where": f"during the run, after round {measurement['round']}"}
+                for measurement in last_measurements(folder).values()
             ),
             *(
-                {**measurement, "where": f"{path.relative_to(folder)}, after round {found['round']}"}
-                for path, found in ((path, read_json(path, MEASURED)) for path in _below(folder, "json", "flatness"))
-                for measurement in found["measurements"]
+                {**measurement, "where": f"{path.relative_to(folder)}, after round {content['round']}"}
+                for path, content in ((path, read_json(path, MEASURED)) for path in _below(folder, "json", "flatness"))
+                for measurement in content["measurements"]
             ),
         ],
         pictures=_below(folder, "png", "landscape", "interpolate"),
@@ -194,22 +194,25 @@ def _read(group: Group, folder: Path, seeds: Seeds) -> RunFiles:
 
 def _provenance(path: Path) -> Json:
     """Returns the content of ``provenance.json`` without the secrets that earlier versions have kept."""
-    found: Json = read_json(path, PROVENANCE, {"starts": [], "changes": {}})
-    for start in found["starts"]:
+    provenance: Json = read_json(path, PROVENANCE, {"starts": [], "changes": {}})
+    for start in provenance["starts"]:
         try:
             words = shlex.split(start["command"])
         except ValueError:  # no command that a run writes
             words = start["command"].split()
-        if (kept := hidden_words(words)) != words:
-            start["command"] = shlex.join(kept)
-    return {**found, "changes": {key: hidden_text(text) for key, text in found["changes"].items()}}
+        if (public := hidden_words(words)) != words:
+            start["command"] = shlex.join(public)
+    return {**provenance, "changes": {key: hidden_text(text) for key, text in provenance["changes"].items()}}
 
 
 def _partition(path: Path) -> Json:
-    found: Json = read_json(path, PARTITION, {})
-    named = len(found.get("names", range(found.get("classes", 0)))) == found.get("classes", 0)
-    ensure(found == {} or (found["counts"] and named), f"{path}: not what a run writes there; restore or remove it")
-    return found
+    partition: Json = read_json(path, PARTITION, {})
+    consistent = len(partition.get("names", range(partition.get("classes", 0)))) == partition.get("classes", 0)
+    ensure(
+        partition == {} or (partition["counts"] and consistent),
+        f"{path}: not what a run writes there; restore or remove it",
+    )
+    return partition
 
 
 def _below(folder: Path, suffix: str, *names: str) -> list[Path]:
@@ -237,10 +240,10 @@ def papers(runs: Runs) -> list[tuple[str, Line]]:
     """Returns the name of our runs, and both numbers."""
     rows = []
     for group, files in runs:
-        for found in {json.dumps(found, sort_keys=True): found for run in files for found in run.cells}.values():
-            (paper, *_) = find(**{key: found[key] for key in COLUMNS if key in found})
-            how = float(found.get("fraction", 1)), (), found.get("settings", "")
-            rows.append((group.name, beside(paper, group.folders, *how)))
+        for entry in {json.dumps(entry, sort_keys=True): entry for run in files for entry in run.cells}.values():
+            (paper, *_) = find(**{key: entry[key] for key in COLUMNS if key in entry})
+            arguments = float(entry.get("fraction", 1)), (), entry.get("settings", "")
+            rows.append((group.name, beside(paper, group.folders, *arguments)))
     return rows
 
 
@@ -254,18 +257,18 @@ def differences(runs: Runs) -> tuple[list[str], list[tuple[str, list[str]]]]:
 
 def measurements(runs: Runs) -> list[Json]:
     """Returns the measurements of flatness of the first run of each group, with the name of the run."""
-    return [{"run": files[0].label, **found} for _, files in runs for found in files[0].measurements]
+    return [{"run": files[0].label, **measurement} for _, files in runs for measurement in files[0].measurements]
 
 
 def environments(files: Sequence[RunFiles]) -> list[tuple[Json, list[Json]]]:
     """Returns the starts of the runs that share code, versions and machine: the first one, and all of them."""
     shared = ("code", "versions", "machine", "engine", "precision")
-    alike = grouped(
+    by_environment = grouped(
         (json.dumps([start[key] for key in shared], sort_keys=True), {"run": run.label, **start})
         for run in files
         for start in run.provenance["starts"]
     )
-    return [(starts[0], starts) for starts in alike.values()]
+    return [(starts[0], starts) for starts in by_environment.values()]
 
 
 ZOOM = 1.5
@@ -301,17 +304,17 @@ def report_page(
         shown: The columns of the table.
         protocol: What all measurements of flatness have in common.
         figures: The figures by section and title; those of landscapes are taken from the run folders.
-        importances: Of the settings of a sweep, and what they are; None: without that table.
+        importances: Importances of the settings of a sweep, and a line on them; None: no such table.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    groups, files = [group for group, _ in runs], [run for _, own in runs for run in own]
+    groups, files = [group for group, _ in runs], [run for _, members in runs for run in members]
     pictures: dict[str, Figure | Path] = {
         f"{run.label} · {path.relative_to(run.folder)}": path for run in files for path in run.pictures
     }
-    number, found = count(), papers(runs)
+    numbers, lines = count(), papers(runs)
     sections = {
-        section: {title: _element(figure, title, next(number)) for title, figure in drawn.items()}
+        section: {title: _element(figure, title, next(numbers)) for title, figure in drawn.items()}
         for section, drawn in {**figures, "landscapes": pictures}.items()
     }
     environment = Environment(
@@ -334,7 +337,7 @@ def report_page(
             "names": names(groups),
             "label": label,
             "comparison": comparison(groups, shown),
-            "papers": found,
+            "papers": lines,
             "importances": importances,
             "importance_head": HEAD,
             "differences": differences(runs),
@@ -344,7 +347,7 @@ def report_page(
             "changes": {key: text for run in files for key, text in run.provenance["changes"].items()},
             "evaluations": sorted({run.evaluations for group in groups for run in group.runs}),
             "contents": [
-                (id, name) for id, name in CONTENTS.items() if sections.get(id, found if id == "papers" else 1)
+                (id, name) for id, name in CONTENTS.items() if sections.get(id, lines if id == "papers" else 1)
             ],
             "colors": [COLORS[i % len(COLORS)] for i in range(len(groups))],
             "sections": sections,
@@ -369,8 +372,8 @@ def _element(figure: Figure | Path, title: str, number: int) -> Markup:
     drawing = re.sub(r'\bid="(run-\d+)"', r'class="\1"', drawing)  # the lines of a run, which its button hides
     drawing = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>f{number}-", drawing)
     width, height = 72 * figure.get_size_inches()
-    most = f"max-width: {ZOOM * width / 72:.3g}in"
-    head = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width:g} {height:g}" style="{most}">'
+    style = f"max-width: {ZOOM * width / 72:.3g}in"
+    head = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width:g} {height:g}" style="{style}">'
     return Markup(head + drawing)
 
 

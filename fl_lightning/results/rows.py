@@ -81,9 +81,9 @@ class Store:
         path = folder / ROWS
         texts = path.read_bytes().splitlines() if path.is_file() else []
         self.lines: list[Line] = [parse_json(text, path, LINE) for text in texts]
-        twice = [row for row, n in Counter(line["row"] for line in self.lines).items() if n > 1]
+        duplicates = [row for row, n in Counter(line["row"] for line in self.lines).items() if n > 1]
         remedy = "restore it, and join stores by fl-lightning study add"
-        ensure(not twice, f"{path}: several rows {', '.join(twice)}; {remedy}")
+        ensure(not duplicates, f"{path}: several rows {', '.join(duplicates)}; {remedy}")
 
     @classmethod
     @contextmanager
@@ -121,17 +121,17 @@ class Store:
             head, *rows = [*_cells(heading), *_cells(streams[self.lines.index(line)])]
         filled = [name for name, *cells in zip(head, *rows, strict=True) if name not in KEYS and any(cells)]
         columns = [head.index(name) for name in line.get("columns", filled)]
-        lines = [[row[at] for at in columns] for row in (head, *rows)]
+        lines = [[row[index] for index in columns] for row in (head, *rows)]
         config, about = config_text(self.config(line)), json_text(line["about"], indent=1)
         return {CONFIG: config, FILE: table_text(lines[0], lines[1:]), ROW: about, **line.get("files", {})}
 
     def config(self, line: Line) -> Any:
         """Returns the config of a row."""
-        found = deepcopy(self.lines[0]["config"])
+        root = deepcopy(self.lines[0]["config"])
         for path, value in line["config"].items():
-            *above, last = path.split(".")
-            reduce(getitem, above, found)[last] = value
-        return found[""]
+            *parents, last = path.split(".")
+            reduce(getitem, parents, root)[last] = value
+        return root[""]
 
     def put(self, name: str, files: Mapping[str, str]) -> None:
         """Adds a row, or puts it in the place of the one with its name; `write` writes it.
@@ -141,33 +141,33 @@ class Store:
             files: The texts of its files, by name: config, metrics and ``row.json``, and others, if it has more.
         """
         names = [line["row"] for line in self.lines]
-        at = names.index(name) if name in names else len(names)
+        index = names.index(name) if name in names else len(names)
         config, about = load_yaml(files[CONFIG]), json.loads(files[ROW])
         *column, method = REPEATED.sub("", name).split("/")
         head, *rows = csv.reader(io.StringIO(files[FILE], newline=""))
         heading, *streams = self._streams or [b""]
-        before = _cells(heading)[0] if heading else KEYS
-        columns = [*dict.fromkeys([*before, *head])]
-        if commas := "," * (len(columns) - len(before)):
+        old_columns = _cells(heading)[0] if heading else KEYS
+        columns = [*dict.fromkeys([*old_columns, *head])]
+        if commas := "," * (len(columns) - len(old_columns)):
             streams = [_packed(_text(stream).replace("\r\n", f"{commas}\r\n")) for stream in streams]
         line = {"row": name, "method": method, "column": "/".join(column), "seed": about["seed"]}
-        named = [dict(zip([*KEYS, *head], [*line.values(), *row], strict=True)) for row in rows]
-        first, *others = [[row.get(name, "") for name in columns] for row in named]
-        streams[at : at + 1] = [_packed(table_text(first, others))]
-        filled = [name for name in columns if name not in KEYS and any(row.get(name) for row in named)]
+        records = [dict(zip([*KEYS, *head], [*line.values(), *row], strict=True)) for row in rows]
+        first, *others = [[row.get(name, "") for name in columns] for row in records]
+        streams[index : index + 1] = [_packed(table_text(first, others))]
+        filled = [name for name in columns if name not in KEYS and any(row.get(name) for row in records)]
         line |= {"about": about} | ({} if filled == head else {"columns": head})
         line |= {"thinned": True} if len(rows) < about.get("rounds", 0) else {}
-        configs = [*map(self.config, self.lines[1:])] if at == 0 else []
-        line["config"] = changes(self.config(self.lines[0]) if at else None, config)
-        self.lines[at : at + 1] = [json.loads(json_text(line))]
-        for other, own in zip(self.lines[1:], configs, strict=False):
-            other["config"] = changes(config, own)
-        for each, stream in zip(self.lines, streams, strict=True):
-            each["bytes"] = len(stream)
+        configs = [*map(self.config, self.lines[1:])] if index == 0 else []
+        line["config"] = changes(self.config(self.lines[0]) if index else None, config)
+        self.lines[index : index + 1] = [json.loads(json_text(line))]
+        for other_line, other_config in zip(self.lines[1:], configs, strict=False):
+            other_line["config"] = changes(config, other_config)
+        for stored, stream in zip(self.lines, streams, strict=True):
+            stored["bytes"] = len(stream)
         self._streams = [_packed(table_text(columns, [])), *streams]
-        made = self.files(self.lines[at])
-        if other_texts := {name: text for name, text in files.items() if made.get(name) != text}:
-            self.lines[at]["files"] = other_texts
+        texts = self.files(self.lines[index])
+        if other_texts := {name: text for name, text in files.items() if texts.get(name) != text}:
+            self.lines[index]["files"] = other_texts
 
     def remove(self, name: str) -> None:
         """Removes a row; `write` writes the others."""
@@ -239,19 +239,21 @@ def config_text(config: Any) -> str:
     return str(yaml.dump(config, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False))
 
 
-def changes(base: Any, own: Any, at: str = "") -> dict[str, Any]:
+def changes(base: Any, config: Any, at: str = "") -> dict[str, Any]:
     """Returns the values of a config that differ from a base, by keys with dots between; see `Store.config`."""
-    alike = isinstance(base, dict) and isinstance(own, dict) and [*base] == [*own]
-    if alike and all(isinstance(key, str) and "." not in key for key in own):
-        return {path: value for key in own for path, value in changes(base[key], own[key], f"{at}.{key}").items()}
-    return {} if json.dumps(base, default=str) == json.dumps(own, default=str) else {at: own}
+    same_keys = isinstance(base, dict) and isinstance(config, dict) and [*base] == [*config]
+    if same_keys and all(isinstance(key, str) and "." not in key for key in config):
+        return {path: value for key in config for path, value in changes(base[key], config[key], f"{at}.{key}").items()}
+    return {} if json.dumps(base, default=str) == json.dumps(config, default=str) else {at: config}
 
 
 def store_of(path: str | Path) -> tuple[Path, str] | None:
     """Returns the folder of a store, and the name of rows in it, if a path names that: ``ledger/digits/alpha_0``."""
-    whole = Path(path).resolve()
-    above = [whole] if whole.is_dir() else whole.parents
-    return next(((each, whole.relative_to(each).as_posix()) for each in above if (each / ROWS).is_file()), None)
+    resolved = Path(path).resolve()
+    candidates = [resolved] if resolved.is_dir() else resolved.parents
+    return next(
+        ((folder, resolved.relative_to(folder).as_posix()) for folder in candidates if (folder / ROWS).is_file()), None
+    )
 
 
 def located(path: str | Path) -> list[Path]:
@@ -262,15 +264,15 @@ def located(path: str | Path) -> list[Path]:
     Raises:
         UserError: If the store is damaged.
     """
-    whole, found = Path(path).resolve(), store_of(path)
-    if found is None:
-        return [whole]
-    folder, name = found
+    resolved, location = Path(path).resolve(), store_of(path)
+    if location is None:
+        return [resolved]
+    folder, name = location
     root, store = _place(folder, (folder / ROWS).stat().st_mtime_ns), Store(folder)
     for line in store.matching(name):
         if not (root / line["row"]).is_dir():
             extract(store.files(line), root / line["row"])
-    return ([root / name] if (root / name).is_dir() else sorted(root.glob(name))) or [whole]
+    return ([root / name] if (root / name).is_dir() else sorted(root.glob(name))) or [resolved]
 
 
 @cache

@@ -53,8 +53,8 @@ def window(lasts: Iterable[int]) -> str:
     Args:
         lasts: `last_rounds` of each run, at least one.
     """
-    found = sorted(set(lasts))
-    return f"last {found[0]} to {found[-1]}" if len(found) > 1 else f"last {found[0]}"
+    lengths = sorted(set(lasts))
+    return f"last {lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"last {lengths[0]}"
 
 
 def window_of(folders: Iterable[Path]) -> str:
@@ -75,10 +75,10 @@ def eval_last_of(folder: Path) -> int:
         UserError: If the file is not readable.
     """
     if config := config_of(folder):
-        found = setting_of(config, "trainer.eval_last")
+        eval_last = setting_of(config, "trainer.eval_last")
     else:
-        found = read_json(folder / SUMMARY, dict, {}).get("last")
-    return found if isinstance(found, int) else 1
+        eval_last = read_json(folder / SUMMARY, dict, {}).get("last")
+    return eval_last if isinstance(eval_last, int) else 1
 
 
 def values(metric: str, pairs: Pairs, rounds: int, eval_last: int, last: int | None = None) -> list[float]:
@@ -96,8 +96,8 @@ def values(metric: str, pairs: Pairs, rounds: int, eval_last: int, last: int | N
     """
     if last is None and metric.startswith("flatness/"):
         return [pairs[-1][1]]
-    before = rounds - (last or last_rounds(rounds, eval_last))
-    recent = [value for at, value in pairs if at > before]
+    start = rounds - (last or last_rounds(rounds, eval_last))
+    recent = [value for round, value in pairs if round > start]
     return recent if recent or last else [pairs[-1][1]]
 
 
@@ -227,7 +227,7 @@ def summarise(
     best_round, best = best_of(evaluated, mode)
     as_good = (at for at, x in evaluated if target is not None and sign * x >= sign * target and math.isfinite(x))
     reached = next(as_good, None)
-    headlines = {name: average(found) for name, found in counted.items() if found}
+    headlines = {name: average(numbers) for name, numbers in counted.items() if numbers}
 
     def minutes(until: int) -> float | None:
         seconds = [value for at, value in columns.get("time/round_s", ()) if at <= until]
@@ -283,12 +283,12 @@ def flatness_verdict(columns: Columns) -> str:
     if len(values) < 2 or not losses:
         return ""
     (_, start), (last, end) = losses[0], values[-1]
-    halved = next((at for at, loss in losses if loss <= start / 2), None)
+    halved = next((round for round, loss in losses if loss <= start / 2), None)
     if halved is None:
         return f"no verdict, training loss fell from {start:.4g} to {min(loss for _, loss in losses):.4g}, not to half"
     earlier = [pair for pair in values[:-1] if pair[0] >= halved]
     if not earlier:
         return f"no verdict, one lambda_max since training loss had halved (round {halved})"
-    at, peak = max(earlier, key=lambda pair: pair[1])
+    peak_round, peak = max(earlier, key=lambda pair: pair[1])
     trend = "flatter" if end < peak else "sharper" if end > peak else "neither flatter nor sharper"
-    return f"{trend}, lambda_max {end:.4g} (round {last}), from {peak:.4g} (round {at})"
+    return f"{trend}, lambda_max {end:.4g} (round {last}), from {peak:.4g} (round {peak_round})"

@@ -74,7 +74,7 @@ class Column:
 
     @property
     def in_paper(self) -> "Column":
-        """As papers print it: accuracy and mIoU in per cent."""
+        """The column as papers print it: accuracy and mIoU in per cent."""
         return replace(self, scale=100.0, form=",.2f", spread=self.spread and ",.2f") if self.fraction else self
 
     def number(self, value: float) -> str:
@@ -151,7 +151,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     shown += [
         c
         for c in differences(shown, base, base.title)
-        if any((found := paired(group, c)) and found.seeds > 1 for group in groups)
+        if any((difference := paired(group, c)) and difference.seeds > 1 for group in groups)
     ]
     shown += [
         Column("minutes", "minutes", "minutes", form=",.2f"),
@@ -172,7 +172,9 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
             Column("target_device_hours", f"device hours {to}", "target_device_s", form=",.3g", scale=1 / 3600),
         ]
         measured = ("target_passes", "device_s")
-        shown += [c for c, of in zip(optional, measured, strict=True) if any(group.measured(of) for group in groups)]
+        shown += [
+            c for c, name in zip(optional, measured, strict=True) if any(group.measured(name) for group in groups)
+        ]
         if reference is not None and (bits := reference.values("bits")):
             shown.append(Column("target_cost", "cost in B", "target_bits", form=",.2f", scale=1 / fmean(bits)))
     return [c for c in shown if c.to_target or any(group.measured(c.of) for group in groups)]
@@ -221,27 +223,27 @@ def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
         column: The column.
         groups: All rows.
     """
-    complete = [each for each in groups if len(each.values(column.of)) == len(each.runs)]
-    rivals = [each for each in groups if each is not group and (column.to_target or each.measured(column.of))]
+    complete = [candidate for candidate in groups if len(candidate.values(column.of)) == len(candidate.runs)]
+    rivals = [rival for rival in groups if rival is not group and (column.to_target or rival.measured(column.of))]
     if column.mode is None or not rivals or group not in complete:
         return False
     ours, sign = group.values(column.of), 1 if column.mode == "max" else -1
 
-    def mean(of: Group) -> float:
-        return sign * fmean(of.values(column.of))
+    def mean(candidate: Group) -> float:
+        return sign * fmean(candidate.values(column.of))
 
-    others = [other for other in complete if other is not group]
+    others = [rival for rival in complete if rival is not group]
     if not others:
         return True
     second = max(others, key=mean)
     theirs = second.values(column.of)
-    by, printed = mean(group) - mean(second), {column.number(fmean(values)) for values in (ours, theirs)}
-    if by <= 0 or len(printed) == 1:
+    lead, printed = mean(group) - mean(second), {column.number(fmean(values)) for values in (ours, theirs)}
+    if lead <= 0 or len(printed) == 1:
         return False
-    apart = difference(group, second, column.of)
-    if apart is not None and apart.seeds > 1:
-        return sign * apart.mean > apart.half
-    return by > max(deviation(ours) or 0.0, deviation(theirs) or 0.0)
+    gap = difference(group, second, column.of)
+    if gap is not None and gap.seeds > 1:
+        return sign * gap.mean > gap.half
+    return lead > max(deviation(ours) or 0.0, deviation(theirs) or 0.0)
 
 
 def _printed(value: float, form: str) -> str:
@@ -274,11 +276,11 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
 
 
 def _difference(group: Group, column: Column) -> str:
-    found = paired(group, column)
-    if found is None:
+    difference = paired(group, column)
+    if difference is None:
         return ""
-    text = found.text(f"+{column.form}", column.scale)
-    return text if found.seeds == len(group.runs) else f"{text} ({found.seeds} of {len(group.runs)})"
+    text = difference.text(f"+{column.form}", column.scale)
+    return text if difference.seeds == len(group.runs) else f"{text} ({difference.seeds} of {len(group.runs)})"
 
 
 def table_files(groups: Sequence[Group], shown: Sequence[Column]) -> dict[str, str]:
@@ -293,7 +295,7 @@ def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | Non
     A setting with the name of another column, such as ``data.mean``, stands below ``setting mean``.
     """
     first = group.runs[0]
-    found: dict[str, str | float | None] = {
+    cells: dict[str, str | float | None] = {
         "seeds": len(group.runs),
         "metric": first.metric,
         "evaluations": first.evaluations,
@@ -303,14 +305,14 @@ def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | Non
     for column in shown:
         if column.against is None:
             values = [value * column.scale for value in group.values(column.of)]
-            found[column.key] = fmean(values) if values else ""
-            found[f"{column.key}_sd"] = deviation(values) if len(values) > 1 else ""
+            cells[column.key] = fmean(values) if values else ""
+            cells[f"{column.key}_sd"] = deviation(values) if len(values) > 1 else ""
         else:
-            apart = paired(group, column)
-            numbers = (apart.mean, *apart.ends, apart.seeds) if apart else [""] * 4
-            found |= zip((column.key + end for end in ("", "_low", "_high", "_seeds")), numbers, strict=True)
-    settings = {f"setting {key}" if key in found else key: value for key, value in group.settings.items()}
-    return {"run": group.name, **settings, **found}
+            difference = paired(group, column)
+            numbers = (difference.mean, *difference.ends, difference.seeds) if difference else [""] * 4
+            cells |= zip((column.key + end for end in ("", "_low", "_high", "_seeds")), numbers, strict=True)
+    settings = {f"setting {key}" if key in cells else key: value for key, value in group.settings.items()}
+    return {"run": group.name, **settings, **cells}
 
 
 def latex(groups: Sequence[Group], shown: Sequence[Column]) -> str:

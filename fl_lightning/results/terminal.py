@@ -38,13 +38,13 @@ def wrapped(text: str, stream: Any = None, joint: str = "") -> str:
     if not (stream or sys.stdout).isatty():
         return text
     width = shutil.get_terminal_size().columns - len(joint)
-    whole = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join(f"{joint}\n".join(whole.wrap(line)) for line in text.split("\n"))
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(f"{joint}\n".join(wrapper.wrap(line)) for line in text.split("\n"))
 
 
 def visible(text: str) -> str:
     """Returns a text with what a terminal takes for commands escaped."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def say(text: str, **options: Any) -> None:
@@ -54,8 +54,8 @@ def say(text: str, **options: Any) -> None:
 
 def command(*args: str, before: str = "") -> str:
     """Returns a command of the shell after a text; a terminal shows it in lines that can be copied together."""
-    whole = (shlex.quote(arg).replace(" ", "\0") for arg in args)
-    return wrapped(f"{before}{' '.join(whole)}", joint=" \\").replace("\0", " ")
+    words = (shlex.quote(arg).replace(" ", "\0") for arg in args)
+    return wrapped(f"{before}{' '.join(words)}", joint=" \\").replace("\0", " ")
 
 
 def filled(heads: Sequence[str], rows: Iterable[Iterable[str]], left: int = 1, **options: Any) -> Table:
@@ -95,12 +95,12 @@ def fitting(table: Table, width: int, keys: int = 1) -> Iterator[Table]:
         words.append(min(max([*head, *map(cell_len, " ".join(map(str, column.cells)).split())]), TEXT))
     between, edge = (3, 1) if table.box else (2, 0)
     room = width - edge
-    whole = [*map(max, least[:keys], words), *least[keys:]]
-    least = whole if sum(whole[:keys]) + max(whole[keys:], default=0) + between * (keys + 1) <= room else least
+    unbroken = [*map(max, least[:keys], words), *least[keys:]]
+    least = unbroken if sum(unbroken[:keys]) + max(unbroken[keys:], default=0) + between * (keys + 1) <= room else least
     if sum(natural) + between * len(natural) <= room:
         yield table
         return
-    if keys > 1 and sum(whole[:keys]) + between * keys > room / 2:
+    if keys > 1 and sum(unbroken[:keys]) + between * keys > room / 2:
         numbers = filled(["#"], [[str(i + 1)] for i in range(table.row_count)], left=0).columns
         numbered = copy.copy(table)
         numbered.columns = [*numbers, *table.columns]
@@ -109,13 +109,13 @@ def fitting(table: Table, width: int, keys: int = 1) -> Iterator[Table]:
     parts = divided([size + between for size in least], room, keys)
     for place, part in enumerate(parts):
         spare = room - sum(least[i] + between for i in part)
-        shown = copy.copy(table)
-        shown.columns = [copy.copy(table.columns[i]) for i in part]
-        shown.title, shown.caption = None if place else table.title, None if part is not parts[-1] else table.caption
-        for i, column in zip(part, shown.columns, strict=True):
-            more = max(0, min(natural[i] - least[i], spare))
-            column.width, column.overflow, column.no_wrap, spare = least[i] + more, "fold", False, spare - more
-        yield shown
+        narrow = copy.copy(table)
+        narrow.columns = [copy.copy(table.columns[i]) for i in part]
+        narrow.title, narrow.caption = None if place else table.title, None if part is not parts[-1] else table.caption
+        for i, column in zip(part, narrow.columns, strict=True):
+            extra = max(0, min(natural[i] - least[i], spare))
+            column.width, column.overflow, column.no_wrap, spare = least[i] + extra, "fold", False, spare - extra
+        yield narrow
 
 
 def divided(widths: Sequence[float], room: float, keys: int) -> list[list[int]]:
@@ -152,8 +152,8 @@ def show_table(table: Table, keys: int = 1) -> None:
 
 def short_path(folder: Path) -> str:
     """Returns a path from the working folder on, if it lies there."""
-    here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+    cwd = Path.cwd()
+    return str(folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder)
 
 
 def write_new(folder: str, files: Mapping[str, str]) -> None:
@@ -168,8 +168,8 @@ def write_new(folder: str, files: Mapping[str, str]) -> None:
             nothing is written then.
     """
     target = make_folder(folder, "folder")
-    there = sorted(path.name for path in target.iterdir() if path.name[0] != "." and path.name != "__pycache__")
-    ensure(not there, f"folder = {folder}: not empty, it has {', '.join(there[:3])}; choose a new folder")
+    existing = sorted(path.name for path in target.iterdir() if path.name[0] != "." and path.name != "__pycache__")
+    ensure(not existing, f"folder = {folder}: not empty, it has {', '.join(existing[:3])}; choose a new folder")
     for name, text in files.items():
         write_atomically(target / name, text)
         print(target / name)

@@ -71,20 +71,20 @@ class Pivot:
     def text(self, markup: Markup | None = None) -> list[list[str]]:
         """Returns the rows of its table; see `fl_lightning.results.table.cell`."""
         groups = [*self.cells.values()]
-        texts = {at: cell(group, self.column, groups, markup) for at, group in self.cells.items()}
+        texts = {pair: cell(group, self.column, groups, markup) for pair, group in self.cells.items()}
         return [[row, *(texts.get((row, column), "") for column in self.columns)] for row in self.rows]
 
     @property
     def best(self) -> str:
         """The best mean in a line; nothing where no run is finite."""
-        complete = {at: group.values("mean") for at, group in self.cells.items()}
-        means = {at: fmean(found) for at, found in complete.items() if len(found) == len(self.cells[at].runs)}
+        complete = {pair: group.values("mean") for pair, group in self.cells.items()}
+        means = {pair: fmean(values) for pair, values in complete.items() if len(values) == len(self.cells[pair].runs)}
         if not means:
             return ""
-        at = (max if self.column.mode == "max" else min)(means, key=lambda place: means[place])
-        where = ", ".join(f"{name} = {value}" for name, value in zip(self.names, at, strict=True))
-        clear = is_best(self.cells[at], self.column, [*self.cells.values()])
-        return f"best mean: {where}, {self.column.number(means[at])}" + (
+        pair = (max if self.column.mode == "max" else min)(means, key=lambda pair: means[pair])
+        where = ", ".join(f"{name} = {value}" for name, value in zip(self.names, pair, strict=True))
+        clear = is_best(self.cells[pair], self.column, [*self.cells.values()])
+        return f"best mean: {where}, {self.column.number(means[pair])}" + (
             "" if clear else "; not clearly better than all others"
         )
 
@@ -114,17 +114,17 @@ class Pivot:
             )
             axes.set_yticks(range(len(self.rows)), [wrapped(value, 1.0) for value in self.rows])
             for (i, j), value in np.ndenumerate(grid):
-                found = self.cells.get((self.rows[i], self.columns[j]))
-                if found is not None and np.isfinite(value):
-                    light = np.dot(shades(image.norm(value))[:3], LUMINANCE) > 0.5
-                    weight = "bold" if is_best(found, self.column, groups) else "normal"
-                    look = {"color": "black" if light else "white", "fontsize": 7, "weight": weight}
-                    axes.text(j, i, format(value, form), ha="center", va="center", **look)
+                group = self.cells.get((self.rows[i], self.columns[j]))
+                if group is not None and np.isfinite(value):
+                    is_light = np.dot(shades(image.norm(value))[:3], LUMINANCE) > 0.5
+                    weight = "bold" if is_best(group, self.column, groups) else "normal"
+                    style = {"color": "black" if is_light else "white", "fontsize": 7, "weight": weight}
+                    axes.text(j, i, format(value, form), ha="center", va="center", **style)
             figure.colorbar(image, label=wrapped(label(self.metric), 0.2 * len(self.rows) + 0.8), pad=0.02)
         return figure
 
     def _grid(self) -> NDArray[np.float64]:
-        means = {at: fmean(found) for at, group in self.cells.items() if (found := group.values("mean"))}
+        means = {pair: fmean(values) for pair, group in self.cells.items() if (values := group.values("mean"))}
         return np.array([[means.get((row, column), np.nan) for column in self.columns] for row in self.rows])
 
 
@@ -139,33 +139,33 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
         UserError: If the names are not those of two settings that vary.
     """
     configs = [settings_of(group.folders[0]) for group in groups]
-    apart = varying(configs)
-    short = {key: name for name, key in short_names(apart).items()}
-    given = [name.strip() for name in names.split(",")]
-    listed = ", ".join(short.values())
+    varied = varying(configs)
+    name_of = {key: name for name, key in short_names(varied).items()}
+    chosen = [name.strip() for name in names.split(",")]
+    listed = ", ".join(name_of.values())
     require(
-        len(apart) > 1, "pivot", names, f"fewer than two settings vary in these runs: {listed or 'none'}; give more"
+        len(varied) > 1, "pivot", names, f"fewer than two settings vary in these runs: {listed or 'none'}; give more"
     )
     require(
-        len({*given}) == len(given) == 2, "pivot", names, f"give two settings, as in rho,alpha; choose from {listed}"
+        len({*chosen}) == len(chosen) == 2, "pivot", names, f"give two settings, as in rho,alpha; choose from {listed}"
     )
-    keys = [find_setting(apart, name, "pivot") for name in given]
-    others = [key for key in apart if key not in keys]
-    kinds = list(dict.fromkeys(tuple(config.get(key) for key in others) for config in configs))
-    one, other = (shown(config.get(key) for config in configs) for key in keys)
+    keys = [find_setting(varied, name, "pivot") for name in chosen]
+    others = [key for key in varied if key not in keys]
+    combinations = list(dict.fromkeys(tuple(config.get(key) for key in others) for config in configs))
+    row_texts, column_texts = (shown(config.get(key) for config in configs) for key in keys)
     parts = grouped(
         (
-            (one[config.get(keys[0])], other[config.get(keys[1])]),
-            (group, kinds.index(tuple(config.get(key) for key in others))),
+            (row_texts[config.get(keys[0])], column_texts[config.get(keys[1])]),
+            (group, combinations.index(tuple(config.get(key) for key in others))),
         )
         for group, config in zip(groups, configs, strict=True)
     )
-    cells = {at: _together(", ".join(at), alike) for at, alike in parts.items()}
-    rows, columns = (sorted({at[i] for at in cells}, key=_order) for i in (0, 1))
+    cells = {pair: _together(", ".join(pair), part) for pair, part in parts.items()}
+    rows, columns = (sorted({pair[i] for pair in cells}, key=_order) for i in (0, 1))
     run = groups[0].runs[0]
-    form = Column("mean", "mean", "mean", run.mode, fraction=known(run.metric).unit == "fraction")
-    named = [short[key] for key in (*keys, *others)]
-    return Pivot((named[0], named[1]), rows, columns, cells, named[2:], form, run.metric)
+    column = Column("mean", "mean", "mean", run.mode, fraction=known(run.metric).unit == "fraction")
+    labels = [name_of[key] for key in (*keys, *others)]
+    return Pivot((labels[0], labels[1]), rows, columns, cells, labels[2:], column, run.metric)
 
 
 def _together(name: str, parts: Sequence[tuple[Group, int]]) -> Group:
@@ -251,11 +251,11 @@ class Tried:
         x, y = np.array(columns).T, np.array(self.values)
         forest = RandomForestRegressor(TREES, oob_score=True, random_state=0).fit(x, y)
         lost = permutation_importance(forest, x, y, n_repeats=REPEATS, random_state=0)
-        signs = [
+        correlations = [
             float(spearmanr(column, y).statistic) if _numbers(texts) else math.nan
             for column, texts in zip(columns, self.settings.values(), strict=True)
         ]
-        numbers = (self.settings, lost["importances_mean"].tolist(), lost["importances_std"].tolist(), signs)
+        numbers = (self.settings, lost["importances_mean"].tolist(), lost["importances_std"].tolist(), correlations)
         unsorted = (Importance(*row) for row in zip(*numbers, strict=True))
         return sorted(unsorted, key=lambda importance: -importance.lost), (
             f"{n} configs; R² that a random forest loses when a setting is shuffled; on configs that it has not seen, "
@@ -270,9 +270,9 @@ class Tried:
         """Draws the metric of each config against each setting, a panel a setting; logarithmic over a wide range."""
         rows, columns, width = panel_grid(len(self.settings))
         with new_figure(width, 1.6 * rows + 0.2, grid="both") as figure:
-            for place, (name, texts) in enumerate(self.settings.items()):
-                axes = figure.add_subplot(rows, columns, place + 1, xlabel=wrapped(name, 2.6))
-                axes.set_ylabel("" if place % columns else label(self.metric))
+            for index, (name, texts) in enumerate(self.settings.items()):
+                axes = figure.add_subplot(rows, columns, index + 1, xlabel=wrapped(name, 2.6))
+                axes.set_ylabel("" if index % columns else label(self.metric))
                 if _numbers(texts):
                     numbers = [float(text) for text in texts]
                     axes.plot(numbers, self.values, ".", color=COLORS[0])
@@ -301,5 +301,5 @@ def _numbers(texts: Sequence[str]) -> bool:
 
 def _codes(texts: Sequence[str]) -> NDArray[np.float64]:
     """Returns values as numbers: themselves, or their places in the order of names."""
-    kinds = sorted(set(texts))
-    return np.array([float(text) if _numbers(texts) else kinds.index(text) for text in texts], float)
+    categories = sorted(set(texts))
+    return np.array([float(text) if _numbers(texts) else categories.index(text) for text in texts], float)

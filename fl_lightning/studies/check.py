@@ -82,21 +82,21 @@ def check(
         (store / name).as_posix().strip("/.").replace("/", "_"): (store, name, located(store / name)[0])
         for store, name in rows
     }
-    most = [] if minutes is None else [f"--trainer.max_time=00:{minutes // 60:02}:{minutes % 60:02}:00"]
-    with TemporaryDirectory() as out:
-        again = [
-            Trial(trial, (f"--config={row / CONFIG}", *settings, *most), COMMANDS[about(row)["kind"]])
+    limit = [] if minutes is None else [f"--trainer.max_time=00:{minutes // 60:02}:{minutes % 60:02}:00"]
+    with TemporaryDirectory() as folder:
+        reruns = [
+            Trial(trial, (f"--config={row / CONFIG}", *settings, *limit), COMMANDS[about(row)["kind"]])
             for trial, (_, _, row) in trials.items()
         ]
-        for found in run_trials(again, Path(out), build, resume=False):
-            store, name, row = trials[found.trial.name]
-            if found.error is not None or found.folder is None:
-                raise UserError(f"{store / name}: {found.error}")
-            compared = compare_run(row, found.folder, store / name)
+        for trained in run_trials(reruns, Path(folder), build, resume=False):
+            store, name, row = trials[trained.trial.name]
+            if trained.error is not None or trained.folder is None:
+                raise UserError(f"{store / name}: {trained.error}")
+            compared = compare_run(row, trained.folder, store / name)
             note = {"same": compared.same, "met": compared.met(tolerance), "final": compared.final}
             note |= {} if compared.whole else {"rounds": compared.rounds}
-            with Store.edited(store) as kept:
-                (line,) = (line for line in kept.lines if line["row"] == name)
+            with Store.edited(store) as edited:
+                (line,) = (line for line in edited.lines if line["row"] == name)
                 line["about"]["checks"].append({**compared.start, **note, "digest": digest(row)})
             yield store / name, compared
 
@@ -112,32 +112,34 @@ def compare_run(row: Path, run: Path, shown: Path) -> Again:
     Raises:
         UserError: If its data are others.
     """
-    kept, trained = about(row), ran(run)
-    ensure(kept["data"] == trained["data"], f"{shown}: was trained on other data; give its data by --data...")
-    here = read_metrics(run / FILE)
-    rounds = rounds_done(here)
-    before = {
+    stored, trained = about(row), ran(run)
+    ensure(stored["data"] == trained["data"], f"{shown}: was trained on other data; give its data by --data...")
+    metrics = read_metrics(run / FILE)
+    rounds = rounds_done(metrics)
+    row_metrics = {
         name: kept_pairs
         for name, pairs in read_metrics(row / FILE).items()
         if (kept_pairs := [pair for pair in pairs if pair[0] <= rounds])
     }
-    apart = {name: _apart(pairs, dict(here.get(name, ()))) for name, pairs in before.items() if name[:5] != "time/"}
+    differences = {
+        name: _apart(pairs, dict(metrics.get(name, ()))) for name, pairs in row_metrics.items() if name[:5] != "time/"
+    }
     start = starts(run)[-1]
     last = (
-        (value, dict(here.get(name, ())).get(at, math.inf))
-        for name in tested(before)
-        for at, value in before[name][-1:]
+        (value, dict(metrics.get(name, ())).get(round, math.inf))
+        for name in tested(row_metrics)
+        for round, value in row_metrics[name][-1:]
     )
     final = next((abs(a - b) for a, b in last), math.inf)
-    far, whole = {name: value for name, value in apart.items() if value}, rounds >= kept["rounds"]
+    unequal, complete = {name: value for name, value in differences.items() if value}, rounds >= stored["rounds"]
     return Again(
         start,
-        far,
-        not far and (not whole or kept["weights"] == trained["weights"]),
-        _alike(kept, start),
+        unequal,
+        not unequal and (not complete or stored["weights"] == trained["weights"]),
+        _alike(stored, start),
         final,
         rounds,
-        whole,
+        complete,
     )
 
 
@@ -147,31 +149,31 @@ def added(store: Store, before: Store) -> list[Line]:
     Raises:
         UserError: If the rules or a row have changed, a row is missing, or a new one is not of the suite.
     """
-    given, names = about_of(store.folder), {line["row"]: line for line in store.lines}
-    rules, measures = frozen(given), Suite.of(store.folder).measures
+    study, lines = about_of(store.folder), {line["row"]: line for line in store.lines}
+    rules, measures = frozen(study), Suite.of(store.folder).measures
     ensure(
         not before.lines or rules == frozen(about_of(before.folder)),
         f"{store.folder / ABOUT}: its rules have changed; give new ones a new suite.name and a store of their own",
     )
     for line in before.lines:
-        now = names.pop(line["row"], None)
+        present = lines.pop(line["row"], None)
         ensure(
-            now is not None and _unsigned(store.files(now)) == _unsigned(before.files(line)),
+            present is not None and _unsigned(store.files(present)) == _unsigned(before.files(line)),
             f"{store.folder / line['row']}: is missing, or is not what it was; put it back",
         )
-    for name, line in names.items():
+    for name, line in lines.items():
         metrics = store.files(line)[FILE].partition("\n")[0].strip().split(",")
-        about, columns = line["about"], [column.replace(" ", "_") for column in given.get("columns", ())]
+        about, columns = line["about"], [column.replace(" ", "_") for column in study.get("columns", ())]
         wrong = {
             "it was not trained by these rules": about.get("suite") != rules,
             "its column or seed is not one of the study": line["column"] not in columns
-            or line["seed"] not in given["seeds"],
+            or line["seed"] not in study["seeds"],
             f"it lacks one of {', '.join(measures)}": not {*measures} <= {*metrics},
             "its code was not committed": any(start["changed"] for start in about["starts"]),
         }
         problem = next((text for text, is_so in wrong.items() if is_so), None)
         ensure(problem is None, f"{store.folder / name}: {problem}; train it by fl-lightning study run {store.folder}")
-    return [*names.values()]
+    return [*lines.values()]
 
 
 def _unsigned(files: Mapping[str, str]) -> dict[str, Any]:
@@ -185,9 +187,9 @@ def verdict(row: Path) -> bool | None:
     The newest one counts that was equal to the bit, or was made on the row's own kind of machine. Without one, the
     newest from elsewhere does: wrong beyond the tolerance, and neither within it.
     """
-    kept, now = about(row), digest(row)
-    checks = [each for each in kept["checks"] if each.get("digest", now) == now]
-    bits = [each for each in checks if each["same"] or _alike(kept, each)]
+    stored, signature = about(row), digest(row)
+    checks = [check for check in stored["checks"] if check.get("digest", signature) == signature]
+    bits = [check for check in checks if check["same"] or _alike(stored, check)]
     for newest in (bits or checks)[-1:]:
         return True if newest["same"] else None if newest["met"] else False
     return None
@@ -195,12 +197,12 @@ def verdict(row: Path) -> bool | None:
 
 def _alike(about: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
     """Returns whether a start has the kind of machine of a row."""
-    return all(each[key] == start[key] for each in about["starts"] for key in MACHINE)
+    return all(row_start[key] == start[key] for row_start in about["starts"] for key in MACHINE)
 
 
-def _apart(before: Pairs, here: Mapping[float, float]) -> float:
+def _apart(stored: Pairs, trained: Mapping[float, float]) -> float:
     """Returns the largest relative difference of values by round; infinite, if one is missing or not finite."""
-    pairs = ((value, here.get(at, math.inf)) for at, value in before)
+    pairs = ((value, trained.get(round, math.inf)) for round, value in stored)
     unequal = ((a, b) for a, b in pairs if a != b and not (math.isnan(a) and math.isnan(b)))
-    apart = (abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a - b) else math.inf for a, b in unequal)
-    return max(apart, default=0.0)
+    differences = (abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a - b) else math.inf for a, b in unequal)
+    return max(differences, default=0.0)

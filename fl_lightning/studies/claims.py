@@ -92,50 +92,59 @@ def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
     columns = [column for store, name in text["stores"].items() for column in _columns(file.parent / store, name)]
     lines, claims, verdicts, leanings = [], [], Counter[str](), Counter[str]()
     for claim in text["claims"]:
-        found = judged(claim, columns)
-        run = [(column, each) for column, each in zip(columns, found, strict=True) if each.verdict]
+        findings = judged(claim, columns)
+        tested = [(column, finding) for column, finding in zip(columns, findings, strict=True) if finding.verdict]
         verdict, leaning = (
-            overall(each.verdict for column, each in run if column.suite.alone),
-            overall(each.leaning for _, each in run),
+            overall(finding.verdict for column, finding in tested if column.suite.alone),
+            overall(finding.leaning for _, finding in tested),
         )
         verdicts[verdict] += 1
         leanings[leaning] += 1
         than = f", more than at {claim['beyond']}" if "beyond" in claim else ""
-        of = f"{claim['measure'].removeprefix('flatness/')}: {' − '.join(claim['methods'])}{than}"
-        tuned = [column for column, _ in run if column.suite.kind == "equal budget"]
+        difference = f"{claim['measure'].removeprefix('flatness/')}: {' − '.join(claim['methods'])}{than}"
+        tuned = [column for column, _ in tested if column.suite.kind == "equal budget"]
         twice = all(method + RUNNER_UP in column.groups for method in claim["methods"] for column in tuned)
-        rests = ["two settings each" if twice else "one setting each"] * bool(tuned)
-        rests += ["published settings"] * (len(tuned) < len(run))
-        said = f"**{verdict}**{LEANS.get(leaning, '') if verdict == 'open' else ''}"
+        basis = ["two settings each" if twice else "one setting each"] * bool(tuned)
+        basis += ["published settings"] * (len(tuned) < len(tested))
+        cell = f"**{verdict}**{LEANS.get(leaning, '') if verdict == 'open' else ''}"
         numbers = {
             column.title: {
-                "verdict": each.verdict,
-                "leaning": each.leaning,
-                "difference": each.by.mean,
-                "interval": each.by.ends,
-                "seeds": each.by.seeds,
+                "verdict": finding.verdict,
+                "leaning": finding.leaning,
+                "difference": finding.by.mean,
+                "interval": finding.by.ends,
+                "seeds": finding.by.seeds,
             }
-            for column, each in run
-            if each.by
+            for column, finding in tested
+            if finding.by
         }
         claims.append({**claim, "verdict": verdict, "columns": numbers})
-        lines.append([said, claim["claim"], claim["paper"], of, *(each.text for each in found), "; ".join(rests)])
+        lines.append(
+            [
+                cell,
+                claim["claim"],
+                claim["paper"],
+                difference,
+                *(finding.text for finding in findings),
+                "; ".join(basis),
+            ]
+        )
     of_columns = [
         f"{c.title} ({c.seeds} of {c.suite.seeds} seeds{'' if c.suite.alone else ', not alone'})" for c in columns
     ]
     heads = ["verdict", "claim", "paper", "difference", *of_columns, "rests on"]
     summary = _summary(verdicts, leanings, columns)
-    shown = [f"# {text['title']}", summary, text["before"], markdown([heads, *lines]), text["after"], ""]
-    return "\n\n".join(shown), claims
+    sections = [f"# {text['title']}", summary, text["before"], markdown([heads, *lines]), text["after"], ""]
+    return "\n\n".join(sections), claims
 
 
 def overall(verdicts: Iterable[str]) -> str:
     """Returns the verdict of a claim from those of columns: in part, if some of these are *not seen*."""
-    found = {*verdicts}
-    sides = " and ".join(side for side in ("seen", "against") if side in found)
+    distinct = {*verdicts}
+    sides = " and ".join(side for side in ("seen", "against") if side in distinct)
     if sides:
-        return sides + " in part" * ("not seen" in found and " and " not in sides)
-    return "not seen" if found == {"not seen"} else "open"
+        return sides + " in part" * ("not seen" in distinct and " and " not in sides)
+    return "not seen" if distinct == {"not seen"} else "open"
 
 
 def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Found]:
@@ -145,45 +154,47 @@ def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Found]:
         for ends in product(("", RUNNER_UP), repeat=2)
     ]
     merged = []
-    for k, (column, one) in enumerate(zip(columns, first, strict=True)):
-        if one.verdict:
-            agree = all(way[k].leaning in ("", one.leaning) for way in others)
-            verdict, leaning = (one.verdict, one.leaning) if agree else ("open", "open")
-            lean = LEANS.get(one.leaning, "") * (verdict == "open") + ", not with the runner-up" * (not agree)
+    for k, (column, finding) in enumerate(zip(columns, first, strict=True)):
+        if finding.verdict:
+            agree = all(way[k].leaning in ("", finding.leaning) for way in others)
+            verdict, leaning = (finding.verdict, finding.leaning) if agree else ("open", "open")
+            suffix = LEANS.get(finding.leaning, "") * (verdict == "open") + ", not with the runner-up" * (not agree)
             lost = "; ".join(
                 f"{m} collapsed with seed {', '.join(s)}" for m in claim["methods"] if (s := column.lost.get(m))
             )
-            one = Found(verdict, leaning, f"{verdict}{lean}: {one.text}" + f" ({lost})" * bool(lost), one.by)
-        merged.append(one)
+            finding = Found(
+                verdict, leaning, f"{verdict}{suffix}: {finding.text}" + f" ({lost})" * bool(lost), finding.by
+            )
+        merged.append(finding)
     return merged
 
 
 def _tested(claim: Mapping[str, Any], methods: Sequence[str], columns: Sequence[Column]) -> list[Found]:
     """Returns what two rows of methods say in each column, with Holm's procedure over those that decide.
 
-    Over all columns for one that decides nothing.
+    For a column that decides nothing, the procedure is over all columns.
     """
     from scipy.stats import ttest_1samp  # takes a second to import
 
     by_title = {column.title: column for column in columns}
     values = [[*_apart(claim, methods, column, by_title).values()] for column in columns]
-    alone = [nan if len(each) < 2 else float(ttest_1samp(each, 0).pvalue) for each in values]
-    decide = holm([p if column.suite.alone else nan for column, p in zip(columns, alone, strict=True)])
-    found = []
-    for column, each, *p_values in zip(columns, values, holm(alone), decide, strict=True):
-        if not each:
-            lacks = "not measured" if all(method in column.groups for method in methods) else "not run"
-            found.append(Found("", "", lacks if _base(claim, column) in {None, *by_title} - {column.title} else ""))
+    raw = [nan if len(differences) < 2 else float(ttest_1samp(differences, 0).pvalue) for differences in values]
+    deciding = holm([p if column.suite.alone else nan for column, p in zip(columns, raw, strict=True)])
+    findings = []
+    for column, differences, *p_values in zip(columns, values, holm(raw), deciding, strict=True):
+        if not differences:
+            reason = "not measured" if all(method in column.groups for method in methods) else "not run"
+            findings.append(Found("", "", reason if _base(claim, column) in {None, *by_title} - {column.title} else ""))
             continue
-        by, p = interval(each), p_values[column.suite.alone]
+        by, p = interval(differences), p_values[column.suite.alone]
         side = "seen" if (by.mean > 0) == claim["larger"] else "against"
         leaning = "open" if by.seeds < 2 else "not seen" if p >= LEVEL else side
         text = by.text("+.2f", 100.0) + " pp" if claim["measure"] in ("mean", "std") else by.text("+.3g")
         seeds = f", {by.seeds} seed{'s' * (by.seeds > 1)}" * (by.seeds < column.seeds)
-        found.append(
+        findings.append(
             Found("open" if by.seeds < column.suite.seeds else leaning, leaning, text.replace("-", "−") + seeds, by)
         )
-    return found
+    return findings
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -201,11 +212,11 @@ def _apart(
     if base == column.title or not all(method in column.groups for method in methods):
         return {}
     ours, theirs = (column.groups[method] for method in methods)
-    found = apart(ours, theirs, claim["measure"])
+    differences = apart(ours, theirs, claim["measure"])
     if base is None:
-        return found
-    less = _apart({**claim, "beyond": None}, methods, columns[base], columns) if base in columns else {}
-    return {seed: found[seed] - less[seed] for seed in found if seed in less}
+        return differences
+    baseline = _apart({**claim, "beyond": None}, methods, columns[base], columns) if base in columns else {}
+    return {seed: differences[seed] - baseline[seed] for seed in differences if seed in baseline}
 
 
 def _base(claim: Mapping[str, Any], column: Column) -> str | None:
@@ -217,26 +228,26 @@ def _columns(store: Path, name: str) -> Iterator[Column]:
     ensure((store / ROWS).is_file(), f"stores = {store}: no store there; give one, as in ledger/claims.yaml")
     suite = Suite.of(store)
     for column in sorted({line["column"] for line in Store(store).lines}):
-        whole = compare([store / column])
-        found = {group.name: suite.survivors(group) for group in whole}
+        groups = compare([store / column])
+        survivors = {group.name: suite.survivors(group) for group in groups}
         yield Column(
             ", ".join(filter(None, [name, column.replace("_", " ")])),
             suite,
-            {method: left for method, (left, _) in found.items()},
-            {method: gone for method, (_, gone) in found.items()},
-            max(len(each.runs) for each in whole),
+            {method: kept for method, (kept, _) in survivors.items()},
+            {method: lost for method, (_, lost) in survivors.items()},
+            max(len(group.runs) for group in groups),
         )
 
 
 def _summary(verdicts: Counter[str], leanings: Counter[str], columns: Sequence[Column]) -> str:
     """Returns what the page says in five lines."""
     total = verdicts.total()
-    short = [f"{c.title}: {c.seeds} of {c.suite.seeds}" for c in columns if c.seeds < c.suite.seeds]
+    too_few = [f"{c.title}: {c.seeds} of {c.suite.seeds}" for c in columns if c.seeds < c.suite.seeds]
     lost = [f"{m} with seed {', '.join(s)} ({c.title})" for c in columns for m, s in c.lost.items() if s]
-    counted = ["; ".join(f"{of[each]} {each}" for each in VERDICTS) for of in (verdicts, leanings)]
+    counted = ["; ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS) for counts in (verdicts, leanings)]
     return "\n".join([
         f"- **Verdicts on {total} claims**: {counted[0]}.",
-        f"- **Too few seeds for a verdict**: {'; '.join(short) or 'nowhere'}.",
+        f"- **Too few seeds for a verdict**: {'; '.join(too_few) or 'nowhere'}.",
         f"- **What these seeds would say, were they enough**: {counted[1]}.",
         f"- **Collapsed, counted apart and in no mean**: {'; '.join(lost) or 'none'}.",
         f"- **What the intervals leave out**: {LEFT_OUT} {total}, some {total * LEVEL:.2g} come by chance.",

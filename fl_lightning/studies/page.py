@@ -64,8 +64,10 @@ def page(
         UserError: If a row is damaged, or there is no row of a method.
     """
     of_column = grouped((folder.parents[1], folder) for folder in sorted(find_runs(rows)))
-    store = next((each for column in of_column for each in (column, *column.parents) if (each / ABOUT).is_file()), None)
-    given = {"title": "Ledger", "text": "", **(about_of(store) if store else {})}
+    store = next(
+        (folder for column in of_column for folder in (column, *column.parents) if (folder / ABOUT).is_file()), None
+    )
+    about = {"title": "Ledger", "text": "", **(about_of(store) if store else {})}
     suite = Suite.of(store) if store else Suite()
     source = f", from {suite.source}" if suite.source else ""
     rules = (
@@ -73,28 +75,33 @@ def page(
     )
     sections, compared, numbers, shown = list[Section](), list[list[Group]](), list[dict[str, Any]](), set[str]()
     for column, folders in of_column.items():
-        every = compare(folders, target=suite.targets.get(column.name))
-        reference = next((group for group in every if group.name == given.get("reference")), every[0])
+        all_groups = compare(folders, target=suite.targets.get(column.name))
+        reference = next((group for group in all_groups if group.name == about.get("reference")), all_groups[0])
         groups = [
-            each for each in every if methods is None or each is reference or not _names(each).isdisjoint(methods)
+            group
+            for group in all_groups
+            if methods is None or group is reference or not _names(group).isdisjoint(methods)
         ]
-        alive = [left for each in every if (left := suite.survivors(each)[0]).runs]
+        survivors = [remaining for group in all_groups if (remaining := suite.survivors(group)[0]).runs]
         names = [group.name for group in groups]
-        front = _front(alive, names)
-        text, of_rows = _section(groups, groups.index(reference), suite, given.get("verified", ()), front)
-        numbers += ({"column": column.name, **each} for each in of_rows)
-        sections.append((column.name, text, _figure([each for each in alive if each.name in names])))
-        compared.append(every)
+        front = _front(survivors, names)
+        text, row_numbers = _section(groups, groups.index(reference), suite, about.get("verified", ()), front)
+        numbers += ({"column": column.name, **row} for row in row_numbers)
+        sections.append((column.name, text, _figure([group for group in survivors if group.name in names])))
+        compared.append(all_groups)
         shown |= {*names}
-    known = [group for every in compared for group in every]
-    named = {name for group in known for name in _names(group)}
-    unknown = {*(methods or ())} - named
-    ensure(not unknown, f"methods = {', '.join(sorted(unknown))}: no such rows; choose from {', '.join(sorted(named))}")
+    known = [group for all_groups in compared for group in all_groups]
+    known_names = {name for group in known for name in _names(group)}
+    unknown = {*(methods or ())} - known_names
+    ensure(
+        not unknown,
+        f"methods = {', '.join(sorted(unknown))}: no such rows; choose from {', '.join(sorted(known_names))}",
+    )
     unsurpassed = (
-        tuning.front(found[0], {group.name for group in known}) if rows and (found := store_of(rows[0])) else []
+        tuning.front(location[0], {group.name for group in known}) if rows and (location := store_of(rows[0])) else []
     )
     tried = [line for line in unsurpassed if line["method"] in shown]
-    head = [f"# {given['title']}", given["text"], rules if "suite" in given else "", LEGEND]
+    head = [f"# {about['title']}", about["text"], rules if "suite" in about else "", LEGEND]
     head += [_profiles(compared, shown), f"{TRIED}\n\n{_tried(tried)}" if tried else ""]
     return "\n\n".join(filter(None, head)), sections, numbers
 
@@ -107,7 +114,10 @@ def _names(group: Group) -> set[str]:
 def _tried(front: Sequence[Mapping[str, Any]]) -> str:
     """Returns the table of settings on the front of accuracy and flatness."""
     keys = (tuning.METRIC, tuning.FLAT)
-    lines = [[of["method"], of["settings"] or "published", *(f"{float(of[key]):.4g}" for key in keys)] for of in front]
+    lines = [
+        [line["method"], line["settings"] or "published", *(f"{float(line[key]):.4g}" for key in keys)]
+        for line in front
+    ]
     return markdown([["method", "settings", "accuracy", "lambda_max"], *lines]).strip()
 
 
@@ -115,13 +125,13 @@ def _section(
     groups: Sequence[Group], reference: int, suite: Suite, verified: Sequence[str], front: str
 ) -> tuple[str, list[dict[str, Any]]]:
     """Returns the table of a column, and where its rows are from; and the numbers of each row."""
-    found = [suite.survivors(group) for group in groups]
-    left = [group for group, _ in found if group.runs]
+    survivors = [suite.survivors(group) for group in groups]
+    remaining = [group for group, _ in survivors if group.runs]
     measured = [c for c in columns(groups) if c.against is None and c.of in (*SHOWN, *suite.measures)]
-    shown = [*measured, *differences(measured, found[reference][0], groups[reference].name)]
+    shown = [*measured, *differences(measured, survivors[reference][0], groups[reference].name)]
     table = [["method", "seeds", *(column.head for column in shown)]]
     numbers = list[dict[str, Any]]()
-    for whole, (group, lost) in zip(groups, found, strict=True):
+    for original, (group, lost) in zip(groups, survivors, strict=True):
         numbers += (
             {
                 "method": group.name,
@@ -130,33 +140,37 @@ def _section(
                 "equal": verdict(folder),
                 **{column.key: Group.value(run, column.of) for column in measured},
             }
-            for folder, seed, run in zip(whole.folders, whole.seeds, whole.runs, strict=True)
+            for folder, seed, run in zip(original.folders, original.seeds, original.runs, strict=True)
         )
-        label = _label([each["equal"] for each in numbers[-len(whole.runs) :]], group.name in verified)
+        label = _label([row["equal"] for row in numbers[-len(original.runs) :]], group.name in verified)
         table.append(
             [
                 group.name,
                 f"{len(group.runs)}, {label}" + f"; collapsed: {', '.join(lost)}" * bool(lost),
-                *(cell(group, column, left, Markup(best="**{}**")) for column in shown),
+                *(cell(group, column, remaining, Markup(best="**{}**")) for column in shown),
             ]
         )
-    starts: list[dict[str, Any]] = [start for of in groups for row in of.folders for start in about(row)["starts"]]
+    starts: list[dict[str, Any]] = [
+        start for group in groups for row in group.folders for start in about(row)["starts"]
+    ]
     commits, cpus, with_torch = (
         sorted({(start["commit"] or "unknown")[:7] + " with changes" * start["changed"] for start in starts}),
         sorted({start["cpu"] for start in starts}),
         sorted({f"torch {start['torch']}, {start['precision']}" for start in starts}),
     )
-    made = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, {' and '.join(with_torch)}."
-    return f"{markdown(table).strip()}\n\n{front}{made}", numbers
+    sources = f"Commits {', '.join(commits)}; {' and '.join(cpus)}, {' and '.join(with_torch)}."
+    return f"{markdown(table).strip()}\n\n{front}{sources}", numbers
 
 
 def _front(groups: Sequence[Group], shown: Collection[str]) -> str:
     """Returns those of the shown methods that no other one surpasses in both accuracy and flatness, in their means."""
-    of = {group.name: [group.values(name) for name in ("mean", "flatness/lambda_max")] for group in groups}
-    points = {name: (fmean(accuracies), -fmean(sharpest)) for name, (accuracies, sharpest) in of.items() if sharpest}
+    statistics = {group.name: [group.values(name) for name in ("mean", "flatness/lambda_max")] for group in groups}
+    points = {
+        name: (fmean(accuracies), -fmean(sharpest)) for name, (accuracies, sharpest) in statistics.items() if sharpest
+    }
     front = [name for k in tuning.unsurpassed([*points.values()]) if (name := [*points][k]) in shown]
-    told = "On the front of accuracy and flatness, where no other method is better in both means"
-    return f"{told}: {', '.join(front)}.\n\n" * bool(front)
+    text = "On the front of accuracy and flatness, where no other method is better in both means"
+    return f"{text}: {', '.join(front)}.\n\n" * bool(front)
 
 
 def _figure(groups: Sequence[Group]) -> Callable[[], Figure]:
@@ -164,9 +178,9 @@ def _figure(groups: Sequence[Group]) -> Callable[[], Figure]:
     return lambda: plot_curves(runs) if len(groups) <= FEW else plot_tradeoff(groups, "lambda_max")
 
 
-def _label(found: Sequence[bool | None], is_verified: bool) -> str:
+def _label(verdicts: Sequence[bool | None], is_verified: bool) -> str:
     """Returns what a reader may rely on, and how many rows are equal to the bit, or wrong, by their checks."""
-    same, wrong = found.count(True), found.count(False)
+    same, wrong = verdicts.count(True), verdicts.count(False)
     if wrong:
         return f"{wrong} wrong"
     return f"{'verified' if is_verified else 'checked'} {same}" if same else "self-reported"
@@ -175,27 +189,32 @@ def _label(found: Sequence[bool | None], is_verified: bool) -> str:
 def _profiles(columns: Sequence[Sequence[Group]], shown: Collection[str]) -> str:
     """Returns the table of scores, as Markdown, of shown methods that all columns have; nothing without a target."""
     runs = [{group.name: group.runs for group in groups} for groups in columns]
-    if any(run.target is None for of in runs for each in of.values() for run in each):
+    if any(run.target is None for by_method in runs for seed_runs in by_method.values() for run in seed_runs):
         return ""
-    names = [name for name in runs[0] if all(name in of for of in runs)]
+    names = [name for name in runs[0] if all(name in by_method for by_method in runs)]
     costs = {
         head: {
-            name: [[math.inf if (n := getattr(run, cost)) is None else n for run in of[name]] for of in runs]
+            name: [
+                [math.inf if (n := getattr(run, cost)) is None else n for run in by_method[name]] for by_method in runs
+            ]
             for name in names
         }
         for cost, head in COSTS.items()
     }
-    found = {
+    tables = {
         head: scores(needed)
         for head, needed in costs.items()
-        if any(math.isfinite(each) for of in needed.values() for seeds in of for each in seeds)
+        if any(math.isfinite(number) for by_column in needed.values() for seeds in by_column for number in seeds)
     }
-    if not found:
+    if not tables:
         return ""
-    names.sort(key=lambda name: -max(of[name][0] for of in found.values()))
-    scored = [name for name in names if name in shown and any(of[name][0] for of in found.values())]
-    lines = [[name, *("{:.2f} [{:.2f}, {:.2f}]".format(*of[name]) for of in found.values())] for name in scored]
-    return f"{SCORES}\n\n{markdown([['score', *found], *lines]).strip()}"
+    names.sort(key=lambda name: -max(intervals[name][0] for intervals in tables.values()))
+    scored = [name for name in names if name in shown and any(intervals[name][0] for intervals in tables.values())]
+    lines = [
+        [name, *("{:.2f} [{:.2f}, {:.2f}]".format(*intervals[name]) for intervals in tables.values())]
+        for name in scored
+    ]
+    return f"{SCORES}\n\n{markdown([['score', *tables], *lines]).strip()}"
 
 
 def scores(costs: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, tuple[float, float, float]]:
@@ -211,13 +230,13 @@ def scores(costs: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, tuple[fl
     random = np.random.default_rng(0)
 
     def medians(seeds: Sequence[float]) -> list[float]:
-        """That of the seeds first, then those of the resamples."""
+        """Returns that of the seeds first, then those of the resamples."""
         drawn = random.integers(len(seeds), size=(RESAMPLES, len(seeds)))
         return [*map(float, np.median(np.asarray(seeds, float)[np.vstack([np.arange(len(seeds)), drawn])], axis=1))]
 
-    found = np.array([[medians(seeds) for seeds in columns] for columns in costs.values()])
+    sampled_costs = np.array([[medians(seeds) for seeds in columns] for columns in costs.values()])
     with np.errstate(invalid="ignore"):  # inf / inf: nobody reaches the target there, and nobody scores
-        ratios = np.nan_to_num(found / found.min(axis=0), nan=math.inf)
-    each = np.clip((TAU - ratios) / (TAU - 1), 0, 1).mean(axis=1)
-    lows, highs = np.quantile(each, [0.025, 0.975], axis=1)
-    return dict(zip(costs, zip(each[:, 0].tolist(), lows.tolist(), highs.tolist(), strict=True), strict=True))
+        ratios = np.nan_to_num(sampled_costs / sampled_costs.min(axis=0), nan=math.inf)
+    sampled_scores = np.clip((TAU - ratios) / (TAU - 1), 0, 1).mean(axis=1)
+    lows, highs = np.quantile(sampled_scores, [0.025, 0.975], axis=1)
+    return dict(zip(costs, zip(sampled_scores[:, 0].tolist(), lows.tolist(), highs.tolist(), strict=True), strict=True))

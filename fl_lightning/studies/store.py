@@ -47,13 +47,13 @@ def add(run: Path, store: Store, name: str, suite: str | None = None) -> None:
         ensure((run / SUMMARY).is_file(), f"{run}: the run has not ended; let it end first")
         texts = row_files(run, ran(run))
     about = json.loads(texts[ROW])
-    before = next((line["about"] for line in store.lines if line["row"] == name), about)
+    stored = next((line["about"] for line in store.lines if line["row"] == name), about)
     ensure(
-        before["weights"] == about["weights"],
+        stored["weights"] == about["weights"],
         f"{store.folder / name}: a row with other weights; remove it, or give another folder by --into",
     )
-    checks = before["checks"] + [each for each in about["checks"] if each not in before["checks"]]
-    about |= {"checks": sorted(checks, key=lambda each: each["date"])} | ({"suite": suite} if suite else {})
+    checks = stored["checks"] + [check for check in about["checks"] if check not in stored["checks"]]
+    about |= {"checks": sorted(checks, key=lambda check: check["date"])} | ({"suite": suite} if suite else {})
     store.put(name, {**texts, ROW: json_text(about, indent=1)})
 
 
@@ -69,15 +69,15 @@ def ran(run: Path) -> dict[str, Any]:
         identity, server = content["identity"], content["server"]
         import torch  # takes seconds; a page needs none
 
-        found = sha256()
+        weights_hash = sha256()
         for name in sorted(server):
-            found.update(name.encode() + server[name].contiguous().view(torch.uint8).numpy().tobytes())
+            weights_hash.update(name.encode() + server[name].contiguous().view(torch.uint8).numpy().tobytes())
         return {
             "kind": content["kind"],
             "method": identity["model"],
             "data": identity["data"],
             "rounds": content["round"],
-            "weights": found.hexdigest()[:16],
+            "weights": weights_hash.hexdigest()[:16],
         }
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path}: no checkpoint of a whole run ({error}); a row needs its run's last one") from None
@@ -95,17 +95,17 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
     """
     configs = config_files(run)
     ensure(len(configs) == 1, f"{run}: has {len(configs)} configs; a row is a run of one config, without changes")
-    given, found = read_config(configs[0]), starts(run)
+    run_config, run_starts = read_config(configs[0]), starts(run)
     ensure(
-        not is_private(given),
+        not is_private(run_config),
         f"{run}: a run under trainer.privacy, whose folder is not public; publish its net, by fl-lightning export",
     )
-    config = portable(given)
+    config = portable(run_config)
     ensure(
         not any(start.get("made_by") == "a program" for start in _read(run)),
         f"{run}: a program has made its objects and weights; a row is a run of `fl-lightning fit`",
     )
-    engines = {start["engine"] for start in found}
+    engines = {start["engine"] for start in run_starts}
     ensure(len(engines) == 1, f"{run}: trained by {len(engines)} engines; a row is a run of one engine")
     config["trainer"]["engine"] = engines.pop()  # where it was auto
     about = {
@@ -113,11 +113,11 @@ def row_files(run: Path, ran: Mapping[str, Any]) -> dict[str, str]:
         "seed": config["trainer"]["seed"],
         "data_seed": config["data"]["init_args"]["seed"],
         **ran,
-        "starts": found,
+        "starts": run_starts,
         "checks": [],
     }
-    more = [*run.glob(DIRECTIONS), *run.glob("flatness*/*.json")]
-    texts = {path.relative_to(run).as_posix(): path.read_bytes().decode() for path in (run / FILE, *more)}
+    optional = [*run.glob(DIRECTIONS), *run.glob("flatness*/*.json")]
+    texts = {path.relative_to(run).as_posix(): path.read_bytes().decode() for path in (run / FILE, *optional)}
     return {CONFIG: config_text(config), ROW: json_text(about, indent=1), **texts}
 
 
@@ -126,7 +126,7 @@ def portable(config: Mapping[str, Any]) -> dict[str, Any]:
 
     def moved(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: moved(each) for key, each in value.items()}
+            return {key: moved(setting) for key, setting in value.items()}
         if isinstance(value, list):
             return list(map(moved, value))
         return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value

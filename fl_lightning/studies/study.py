@@ -41,21 +41,21 @@ class Study:
     check: Check
 
     @classmethod
-    def read(cls, place: Path, *of: Any) -> "Study":
+    def read(cls, place: Path, *attributes: Any) -> "Study":
         """Returns the study in a folder, with the other attributes.
 
         Raises:
             UserError: If the folder has none, or it is not whole.
         """
-        given = about_of(place)
-        ensure("methods" in given, f"study = {place}: no {ABOUT} with methods there; write one as in ledger/digits")
-        ranges = {each for method in given["methods"].values() for each in method[1:]}
+        about = about_of(place)
+        ensure("methods" in about, f"study = {place}: no {ABOUT} with methods there; write one as in ledger/digits")
+        ranges = {name for method in about["methods"].values() for name in method[1:]}
         needed = ["fit", "rows", "columns", "seeds", *(["draws", "tuning", "ranges"] if ranges else [])]
-        missing = [key for key in needed if key not in given]
-        missing = missing or [f"ranges.{each}" for each in sorted(ranges - {*given.get("ranges", ())})]
+        missing = [key for key in needed if key not in about]
+        missing = missing or [f"ranges.{name}" for name in sorted(ranges - {*about.get("ranges", ())})]
         ensure(not missing, f"{place / ABOUT}: {', '.join(missing)}: missing; write it as in ledger/digits")
         Suite.of(place)
-        return cls(given, *of)
+        return cls(about, *attributes)
 
     def run(self, methods: Sequence[str] | None = None) -> Iterator[Path]:
         """Tunes methods, trains the rows that the store lacks, and yields each that is added.
@@ -69,10 +69,10 @@ class Study:
         if not (self.store / ABOUT).is_file():
             text = yaml.safe_dump(self.given, sort_keys=False, width=1000)
             write_atomically(make_folder(self.store, "into") / ABOUT, text)
-        own = frozen(self.given)
-        others = {line["about"].get("suite", own) for line in Store(self.store).lines} - {own}
+        rules = frozen(self.given)
+        others = {line["about"].get("suite", rules) for line in Store(self.store).lines} - {rules}
         remedy = "give new rules a new suite.name, and another store by --into"
-        ensure(not others, f"suite = {own}: {self.store} has rows of {', '.join(sorted(others))}; {remedy}")
+        ensure(not others, f"suite = {rules}: {self.store} has rows of {', '.join(sorted(others))}; {remedy}")
         unknown = {*(methods or ())} - {*self.given["methods"]}
         ensure(
             not unknown,
@@ -80,8 +80,8 @@ class Study:
         )
         for name in methods or self.given["methods"]:
             for end in ["", RUNNER_UP] if name in self.given.get("runner_up", ()) else [""]:
-                kept = {line["row"] for line in Store(self.store).lines}
-                if missing := [row for row in self.rows(name + end) if row not in kept]:
+                stored = {line["row"] for line in Store(self.store).lines}
+                if missing := [row for row in self.rows(name + end) if row not in stored]:
                     if not self.tuned(name):
                         self.tune(name)
                     for row in missing:
@@ -91,8 +91,8 @@ class Study:
     def rows(self, method: str) -> dict[str, list[str]]:
         """Returns the rows of a method, and the settings of their columns and seeds."""
         return {
-            f"{column.replace(' ', '_')}/{method}/seed_{seed}": [*shlex.split(more), *_of(seed)]
-            for column, more in self.given["columns"].items()
+            f"{column.replace(' ', '_')}/{method}/seed_{seed}": [*shlex.split(arguments), *_of(seed)]
+            for column, arguments in self.given["columns"].items()
             for seed in self.given["seeds"]
         }
 
@@ -106,13 +106,13 @@ class Study:
         ]  # fmt: skip
 
     def mark(self, store: Store, rows: Sequence[str]) -> None:
-        """Says of the rows of a store that are as the study trains them by which rules they were trained.
+        """Notes the rules of the study in the rows of a store that are as the study trains them.
 
         Raises:
             UserError: If such a row cannot be made here, as when its class is not found.
         """
         rules = frozen(self.given)
-        for line in (each for each in store.lines if each["row"] in rows and each["about"].get("suite") != rules):
+        for line in (line for line in store.lines if line["row"] in rows and line["about"].get("suite") != rules):
             if self.follows(line, store.config(line)):
                 line["about"]["suite"] = rules
 
@@ -122,15 +122,15 @@ class Study:
         name = method.removesuffix(RUNNER_UP)
         if name not in self.given["methods"] or row not in self.rows(method) or not self.tuned(name):
             return False
-        own, ours = map(portable, (config, self.check(Trial(row, tuple(self.args(method, row))))))
-        return not differences(own, ours) and own["trainer"]["callbacks"] == ours["trainer"]["callbacks"]
+        stored, expected = map(portable, (config, self.check(Trial(row, tuple(self.args(method, row))))))
+        return not differences(stored, expected) and stored["trainer"]["callbacks"] == expected["trainer"]["callbacks"]
 
     def tuned(self, name: str) -> bool:
         """Returns whether a method has no ranges, or its settings have been tried."""
         return not self.given["methods"][name][1:] or name in tuning.read(self.store)
 
     def tune(self, name: str) -> None:
-        """Trains a method with each setting that it tries and each seed of the tuning, and keeps what comes out.
+        """Trains a method with each setting that it tries and each seed of the tuning, and keeps the results.
 
         Raises:
             UserError: If a setting is wrong, two would be correlated over the draws, a run breaks off for another
@@ -140,21 +140,22 @@ class Study:
         trials = [
             [
                 Trial(
-                    f"{name}/{k}/seed_{seed}", (*args, *(f"--{key}={value}" for key, value in own.items()), *_of(seed))
+                    f"{name}/{k}/seed_{seed}",
+                    (*args, *(f"--{key}={value}" for key, value in setting.items()), *_of(seed)),
                 )
                 for seed in self.given.get("tuning_seeds", [0])
             ]
-            for k, own in enumerate(settings)
+            for k, setting in enumerate(settings)
         ]
-        for of_one in trials:
-            self.check(of_one[0])
-        every = [trial for of_one in trials for trial in of_one]
-        place, runs = self.folder / "tuning", dict[str, Path | None]()
-        for found in run_trials(every, place, self.build, check=self.check):
-            whole = outcome(found.trial, place) is not None  # a run that has diverged has ended, too
-            ensure(whole, f"{found.trial.name}: {found.error}")
-            runs[found.trial.name] = None if found.error else found.folder
-        lines = tuning.judged(name, settings, [[runs[trial.name] for trial in of_one] for of_one in trials])
+        for repeats in trials:
+            self.check(repeats[0])
+        all_trials = [trial for repeats in trials for trial in repeats]
+        folder, runs = self.folder / "tuning", dict[str, Path | None]()
+        for trained in run_trials(all_trials, folder, self.build, check=self.check):
+            has_ended = outcome(trained.trial, folder) is not None  # a run that has diverged has ended, too
+            ensure(has_ended, f"{trained.trial.name}: {trained.error}")
+            runs[trained.trial.name] = None if trained.error else trained.folder
+        lines = tuning.judged(name, settings, [[runs[trial.name] for trial in repeats] for repeats in trials])
         tuning.chosen([dict(zip(tuning.HEAD, line, strict=True)) for line in lines])
         with alone(self.store):
             tuning.write(self.store, lines, [*self.given["methods"]])
@@ -165,11 +166,11 @@ class Study:
         Raises:
             UserError: If its run breaks off.
         """
-        for found in run_trials([Trial(row, tuple(args))], self.folder / "rows", self.build, check=self.check):
-            if found.error is not None or found.folder is None:
-                raise UserError(f"{row}: {found.error}")
+        for trained in run_trials([Trial(row, tuple(args))], self.folder / "rows", self.build, check=self.check):
+            if trained.error is not None or trained.folder is None:
+                raise UserError(f"{row}: {trained.error}")
             with Store.edited(self.store) as store:
-                add(found.folder, store, row, frozen(self.given))
+                add(trained.folder, store, row, frozen(self.given))
 
     def _args(self, name: str, length: str) -> list[str]:
         return shlex.split(" ".join([self.given["fit"], self.given["methods"][name][0], self.given[length]]))

@@ -41,11 +41,11 @@ FORMS: Mapping[str, tuple[Any, str]] = {
     "columns?": (lambda v: fits(v, dict[str, Any]) and all(map(_is_arguments, v.values())), "arguments by column"),
     "seeds?": (list[int], "a list of whole numbers"),
     "ranges?": (
-        lambda v: fits(v, dict[str, Any]) and all(fits(each, {"key": str}) for each in v.values()),
+        lambda v: fits(v, dict[str, Any]) and all(fits(entry, {"key": str}) for entry in v.values()),
         "for each range its key, and min and max or values",
     ),
     "methods?": (
-        lambda v: fits(v, dict[str, list[str]]) and all(each and _is_arguments(each[0]) for each in v.values()),
+        lambda v: fits(v, dict[str, list[str]]) and all(method and _is_arguments(method[0]) for method in v.values()),
         "for each method a list: its arguments, and the names of its ranges",
     ),
 }
@@ -86,12 +86,12 @@ class Suite:
         Raises:
             UserError: If its file is not readable, or has another key.
         """
-        given = about_of(store).get("suite", {})
+        rules = about_of(store).get("suite", {})
         hints = get_type_hints(cls)
-        for name in given:
-            require(name in hints, f"{store / ABOUT}: suite.{name}", given[name], f"give {', '.join(hints)}")
-        check_values(f"{store / ABOUT}: suite", given, hints)
-        return cls(**given)
+        for name in rules:
+            require(name in hints, f"{store / ABOUT}: suite.{name}", rules[name], f"give {', '.join(hints)}")
+        check_values(f"{store / ABOUT}: suite", rules, hints)
+        return cls(**rules)
 
     def survivors(self, group: Group) -> tuple[Group, list[str]]:
         """Returns a group without the runs that have collapsed, and the seeds of these."""
@@ -127,14 +127,14 @@ def written(path: Path, forms: Mapping[str, tuple[Any, str]], like: str) -> dict
         UserError: If it is not readable, or has not this form.
     """
     try:
-        found = dict(load_yaml(path.read_text(encoding="utf-8")))
+        content = dict(load_yaml(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not readable ({folded(error)}); give a YAML file, as in {like}") from None
-    for name, (form, what) in forms.items():
+    for name, (form, remedy) in forms.items():
         key = name.removesuffix("?")
-        shown = f"{key} = {found[key]!s:.60}" if key in found else f"{key}: missing"
-        ensure(fits(found, {name: form}), f"{path}: {shown}; give {what}, as in {like}")
-    return found
+        shown = f"{key} = {content[key]!s:.60}" if key in content else f"{key}: missing"
+        ensure(fits(content, {name: form}), f"{path}: {shown}; give {remedy}, as in {like}")
+    return content
 
 
 def frozen(about: Mapping[str, Any]) -> str:

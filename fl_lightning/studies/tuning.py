@@ -20,11 +20,11 @@ CORRELATED, SCRAMBLES = 0.3, 100
 """Largest rank correlation of two settings over the draws, and how many scrambles are tried."""
 
 
-def tried(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def tried(about: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Returns the settings that a method of a study tries, by key: none, which are the published ones, and its draws.
 
     Args:
-        given: What ``about.yaml`` says.
+        about: What ``about.yaml`` says.
         name: The method.
 
     Raises:
@@ -32,21 +32,24 @@ def tried(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """
     from fl_lightning.sweeps.parameters import Parameter  # needs torch; a page needs none
 
-    entries = [given["ranges"][each] for each in given["methods"][name][1:]]
+    entries = [about["ranges"][range_name] for range_name in about["methods"][name][1:]]
     log = {"distribution": "log_uniform_values"}
     options = [{key: value for key, value in entry.items() if key not in ("key", "times")} for entry in entries]
     ranges = [
-        Parameter.of(entry["key"], own if "values" in own else log | own)
-        for entry, own in zip(entries, options, strict=True)
+        Parameter.of(entry["key"], distribution if "values" in distribution else log | distribution)
+        for entry, distribution in zip(entries, options, strict=True)
     ]
     settings: list[dict[str, Any]] = [{}]
-    for point in points(given["draws"], max(len(names) for _, *names in given["methods"].values())):
-        own: dict[str, Any] = {}
-        for entry, each, u in zip(entries, ranges, point, strict=False):
-            of, value = entry.get("times"), each.quantile(u)
-            ensure(of is None or of in own, f"ranges: {each.key} is a multiple of {of}, which {name} must list before")
-            own[each.key] = value if of is None else value * own[of]
-        settings.append(own)
+    for point in points(about["draws"], max(len(names) for _, *names in about["methods"].values())):
+        setting: dict[str, Any] = {}
+        for entry, parameter, u in zip(entries, ranges, point, strict=False):
+            base, value = entry.get("times"), parameter.quantile(u)
+            ensure(
+                base is None or base in setting,
+                f"ranges: {parameter.key} is a multiple of {base}, which {name} must list before",
+            )
+            setting[parameter.key] = value if base is None else value * setting[base]
+        settings.append(setting)
     return settings
 
 
@@ -64,7 +67,7 @@ def points(count: int, dimensions: int) -> list[list[float]]:
         return float(torch.atleast_2d(torch.corrcoef(ranks.T)).triu(1).abs().max())  # type: ignore[no-untyped-call]
 
     scrambles = [SobolEngine(dimensions, scramble=True, seed=k) for k in range(SCRAMBLES)]  # type: ignore[no-untyped-call]
-    best = min((1 - each.draw(count, dtype=torch.float64) for each in scrambles), key=correlation)
+    best = min((1 - engine.draw(count, dtype=torch.float64) for engine in scrambles), key=correlation)
     ensure(
         correlation(best) <= CORRELATED,
         f"draws = {count}: two settings have a rank correlation above {CORRELATED}; give more draws",
@@ -81,11 +84,11 @@ def judged(name: str, settings: Sequence[Mapping[str, Any]], runs: Sequence[Sequ
         runs: The run folders of each of them, one a seed; None: it has diverged, which is worse than any value.
     """
     lines = []
-    for own, folders in zip(settings, runs, strict=True):
-        found = [headline(folder, METRIC) if folder else None for folder in folders]
-        values = [-math.inf if value is None or math.isnan(value) else value for value in found]
+    for setting, folders in zip(settings, runs, strict=True):
+        headlines = [headline(folder, METRIC) if folder else None for folder in folders]
+        values = [-math.inf if value is None or math.isnan(value) else value for value in headlines]
         flat = [pairs[-1][1] for folder in folders if (pairs := read_run(folder).get(FLAT))]
-        text = shlex.join(f"{key}={value}" for key, value in own.items())
+        text = shlex.join(f"{key}={value}" for key, value in setting.items())
         lines.append([name, text, median(values), " ".join(map(str, values)), median(flat) if flat else ""])
     return sorted(lines, key=lambda line: -line[2])
 
@@ -94,7 +97,7 @@ def write(store: Path, lines: Sequence[Sequence[Any]], methods: Sequence[str]) -
     """Writes the lines of a method to the table of a store; its methods come in an order, and others after them."""
     known = read(store) | grouped((line[0], dict(zip(HEAD, line, strict=True))) for line in lines)
     order = dict.fromkeys([*methods, *known])
-    write_table(store / TUNING, HEAD, [row.values() for each in order for row in known.get(each, ())])
+    write_table(store / TUNING, HEAD, [row.values() for method in order for row in known.get(method, ())])
 
 
 def read(store: Path) -> dict[str, list[dict[str, Any]]]:
@@ -118,19 +121,19 @@ def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
         UserError: If fewer than two settings have finished.
     """
     ended = [line for line in lines if math.isfinite(float(line[METRIC]))]
-    few = f"{lines[0]['method']}: {len(ended)} settings have {METRIC}, and two are needed"
-    ensure(len(ended) > 1, f"{few}; set data.val_fraction in tuning, or give other ranges")
+    problem = f"{lines[0]['method']}: {len(ended)} settings have {METRIC}, and two are needed"
+    ensure(len(ended) > 1, f"{problem}; set data.val_fraction in tuning, or give other ranges")
     ties = [line for line in ended if not line["settings"] and _tie(ended[0], line)]
     ordered = ties + [line for line in ended if line not in ties]
-    return dict(each.split("=", 1) for each in shlex.split(ordered[rank]["settings"]))
+    return dict(argument.split("=", 1) for argument in shlex.split(ordered[rank]["settings"]))
 
 
 def _tie(best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     values = [map(float, line[SEEDS].split()) for line in (best, other)]
-    apart = [a - b for a, b in zip(*values, strict=True)]
-    if not all(map(math.isfinite, apart)):
+    differences = [a - b for a, b in zip(*values, strict=True)]
+    if not all(map(math.isfinite, differences)):
         return False
-    return fmean(apart) <= (stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0)
+    return fmean(differences) <= (stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0)
 
 
 def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:
@@ -143,7 +146,7 @@ def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:
     Returns:
         Lines of the table, the most accurate first.
     """
-    lines = [line for method, of in read(store).items() if method in methods for line in of if line[FLAT]]
+    lines = [line for method, rows in read(store).items() if method in methods for line in rows if line[FLAT]]
     best = unsurpassed([(float(line[METRIC]), -float(line[FLAT])) for line in lines])
     return sorted((lines[k] for k in best), key=lambda line: -float(line[METRIC]))
 

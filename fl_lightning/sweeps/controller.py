@@ -100,27 +100,27 @@ class Controller:
             if self.sweep.method == "bayes":  # what it proposes depends on all that it has seen
                 stack.enter_context(locked(make_folder(self.folder)))
             for proposed in self._proposals(jobs):
-                asked = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
+                candidates = [(settings, [self._trial(settings, seed) for seed in self.seeds]) for settings in proposed]
                 known = len(self.trials)
-                for settings, of_one in asked:
+                for settings, repeats in candidates:
                     if check is not None:
-                        check(of_one[0])
-                    if of_one[0].name not in self._settings:
-                        self._settings[of_one[0].name] = settings, of_one
-                        self.trials += of_one
+                        check(repeats[0])
+                    if repeats[0].name not in self._settings:
+                        self._settings[repeats[0].name] = settings, repeats
+                        self.trials += repeats
                 ended = run_trials(self.trials[known:], self.folder, build, jobs, early=self._early(known), check=check)
                 stack.enter_context(closing(ended))
-                for found in ended:
-                    value = self.objective.value(found.folder)
-                    if found.error is None and value is not None and not math.isfinite(value):
-                        found = replace(found, error=f"{self.objective.name} = {value}: not finite")
-                    self.outcomes[found.trial.name] = found
-                    yield found
+                for outcome in ended:
+                    value = self.objective.value(outcome.folder)
+                    if outcome.error is None and value is not None and not math.isfinite(value):
+                        outcome = replace(outcome, error=f"{self.objective.name} = {value}: not finite")
+                    self.outcomes[outcome.trial.name] = outcome
+                    yield outcome
                     self.write()
                     if self._target_reached() or self._is_unknown():
                         return
-                for settings, of_one in asked:
-                    value = self.value(of_one)
+                for settings, repeats in candidates:
+                    value = self.value(repeats)
                     self.search.observe(settings, None if value is None else self.objective.sign * value)
 
     def _proposals(self, jobs: int) -> Iterator[list[Settings]]:
@@ -150,38 +150,38 @@ class Controller:
         """Returns the mean metric of trials that differ in their seeds; None unless it is finite in all of them."""
         ended = [self.outcomes.get(trial.name) for trial in trials]
         values = [None if o is None or o.error else self.objective.value(o.folder) for o in ended]
-        found = average([math.nan if value is None else value for value in values])
-        return found if math.isfinite(found) else None
+        mean = average([math.nan if value is None else value for value in values])
+        return mean if math.isfinite(mean) else None
 
     @property
     def label(self) -> str:
         """The objective's name; that of a headline with the rounds that it covers, as ``server/test/acc, last 20``."""
-        column, folders = self.objective.column, (found.folder for found in self.outcomes.values())
+        column, folders = self.objective.column, (outcome.folder for outcome in self.outcomes.values())
         covered = window_of(filter(None, folders)) if self.objective.name == column + SUFFIX else ""
         return f"{column}, {covered}" if covered else self.objective.name
 
     def best(self) -> tuple[Settings, list[Trial], float] | None:
         """Returns the settings with the best mean over their seeds, their trials, and that mean."""
-        return min(self._valued(), key=lambda item: self.objective.sign * item[2], default=None)
+        return min(self._valued(), key=lambda candidate: self.objective.sign * candidate[2], default=None)
 
     def _valued(self) -> list[tuple[Settings, list[Trial], float]]:
         return [
-            (settings, of_one, value)
-            for settings, of_one in self._settings.values()
-            if (value := self.value(of_one)) is not None
+            (settings, repeats, value)
+            for settings, repeats in self._settings.values()
+            if (value := self.value(repeats)) is not None
         ]
 
     def doubts(self) -> list[str]:
         """Returns what speaks against the best settings: that others are as good, or that a guess is."""
         if (best := self.best()) is None:
             return []
-        (_, of_one, value), valued = best, self._valued()
+        (_, repeats, value), valued = best, self._valued()
         lines = []
-        if (tied := sum(math.isclose(each, value) for *_, each in valued)) > 1:
+        if (tied := sum(math.isclose(mean, value) for *_, mean in valued)) > 1:
             lines.append(
                 f"a tie: {tied} of {len(valued)} settings reach it, and the first is named; a loss may tell more"
             )
-        run = self.outcomes[of_one[0].name].folder
+        run = self.outcomes[repeats[0].name].folder
         data = read_json(run / PARTITION, dict[str, Any], {}) if run else {}
         classes = 1 if "unit" in data else data.get("classes", 1)  # a unit: of data without classes
         if re.search(r"/acc(_|$)", self.objective.column) and classes > 1 and value < ABOVE_CHANCE / classes:
@@ -192,8 +192,8 @@ class Controller:
         """Returns the state of a trial, its rounds done, and its metric so far."""
         ended, folder = self.outcomes.get(trial.name), newest_run(trial, self.folder)
         done, value = rounds_done(read_run(folder)), self.objective.value(folder)
-        going = ("running" if done else "waiting") if ended is None else "failed" if ended.error else "finished"
-        return going, done, value
+        state = ("running" if done else "waiting") if ended is None else "failed" if ended.error else "finished"
+        return state, done, value
 
     def write(self) -> None:
         """Writes ``sweep.csv``, and the config of the best settings as ``best.yaml``."""
@@ -212,8 +212,8 @@ class Controller:
             with suppress(InUse), locked(self.folder, WRITES):  # other calls on this folder write them, too
                 write_table(self.folder / "sweep.csv", head, rows)
                 if config:
-                    kept = {key: value for key, value in config["trainer"].items() if key not in OF_TRIAL}
-                    text = yaml.safe_dump({**config, "trainer": kept}, sort_keys=False)
+                    trainer = {key: value for key, value in config["trainer"].items() if key not in OF_TRIAL}
+                    text = yaml.safe_dump({**config, "trainer": trainer}, sort_keys=False)
                     write_atomically(self.folder / "best.yaml", text)
                 return
             time.sleep(0.02)
@@ -227,7 +227,7 @@ class Controller:
 
     def _is_unknown(self) -> bool:
         """Returns whether trials have finished, and none of them has measured the metric."""
-        finished = [found.folder for found in self.outcomes.values() if found.error is None]
+        finished = [outcome.folder for outcome in self.outcomes.values() if outcome.error is None]
         return bool(finished) and all(self.objective.value(folder) is None for folder in finished)
 
     def _target_reached(self) -> bool:
@@ -307,12 +307,12 @@ class StopEarly(Callback):
 
     def _values(self, folder: Path | None) -> Sequence[float]:
         try:
-            found = (folder / FILE).stat() if folder else None
+            stat = (folder / FILE).stat() if folder else None
         except FileNotFoundError:  # somebody has removed the run
-            found = None
-        if folder is None or found is None:
+            stat = None
+        if folder is None or stat is None:
             return ()
-        return [self._loss(value) for value in _read(folder, self.metric, (found.st_mtime_ns, found.st_size))]
+        return [self._loss(value) for value in _read(folder, self.metric, (stat.st_mtime_ns, stat.st_size))]
 
     def _loss(self, value: float) -> float:
         """Returns a value that is to be small."""

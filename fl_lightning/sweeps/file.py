@@ -54,7 +54,7 @@ class Hyperband(Checked, key="early_terminate"):
             points = [*accumulate([self.eta] * self.s, truediv, initial=float(self.max_iter))][:0:-1]
         else:
             points = [*accumulate([self.eta] * 99, mul, initial=float(self.min_iter or 1))]
-        return [int(at) for at in points if 1 <= at < evaluations + 1]
+        return [int(point) for point in points if 1 <= point < evaluations + 1]
 
     def stops(self, history: Sequence[float], histories: Sequence[Sequence[float]]) -> bool:
         """Returns whether a trial ends.
@@ -66,9 +66,9 @@ class Hyperband(Checked, key="early_terminate"):
         reached = self.brackets(len(history))
         if not reached:
             return False
-        at = reached[-1]
-        there = sorted(values[at - 1] for values in histories if len(values) >= at)
-        return (history[at - 1] if self.strict else min(history)) > there[int(len(there) / self.eta)]
+        bracket = reached[-1]
+        compared = sorted(values[bracket - 1] for values in histories if len(values) >= bracket)
+        return (history[bracket - 1] if self.strict else min(history)) > compared[int(len(compared) / self.eta)]
 
 
 KEYS = {
@@ -166,39 +166,39 @@ class Sweep:
             UserError: If it is not a sweep that runs here; the line names the key.
         """
         try:
-            given = load_yaml(path.read_text(encoding="utf-8"))
+            content = load_yaml(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            what = str(error).replace('in "<unicode string>", ', "")
-            raise UserError(f"sweep = {path}: {folded(what)}; give a YAML file") from None
-        ensure(isinstance(given, Mapping), f"sweep = {path}: no mapping; give method, parameters and command")
+            reason = str(error).replace('in "<unicode string>", ', "")
+            raise UserError(f"sweep = {path}: {folded(reason)}; give a YAML file") from None
+        ensure(isinstance(content, Mapping), f"sweep = {path}: no mapping; give method, parameters and command")
         ensure(
-            "parameters" in given or "model" not in given,
+            "parameters" in content or "model" not in content,
             f"sweep = {path}: no sweep, it has no parameters; give a file such as sweeps/digits",
         )
-        for key in given:
+        for key in content:
             require(
                 key in (*KEYS, *LABELS),
                 str(key),
-                given[key],
+                content[key],
                 f"not supported here; {path} may have {', '.join((*KEYS, *LABELS))}",
             )
-        given = {**dict.fromkeys(KEYS), **given}
-        check_values("", given, KEYS)
-        method, cap = given["method"], given["run_cap"]
+        content = {**dict.fromkeys(KEYS), **content}
+        check_values("", content, KEYS)
+        method, cap = content["method"], content["run_cap"]
         ensure(
             cap is not None or method == "grid",
             f"run_cap: missing; {method} has no end, give the number of settings to try",
         )
-        entries = flatten(given["parameters"] or {})
+        entries = flatten(content["parameters"] or {})
         ensure(bool(entries), "parameters: missing; give at least one")
-        objective, early = _entry(Objective, given), _entry(Hyperband, given)
+        objective, early = _entry(Objective, content), _entry(Hyperband, content)
         for key, present in (("early_terminate", early is not None), ("method = bayes", method == "bayes")):
             ensure(objective is not None or not present, f"metric: missing; {key} needs it")
-        command, args = _command(given["command"])
+        command, args = _command(content["command"])
         parameters = tuple(Parameter.of(key, entry) for key, entry in entries.items())
         for parameter in parameters if method == "grid" else ():
             parameter.grid()
-        name, remedy = str(given.get("name") or path.stem), "at most 150 letters in one line, without slashes"
+        name, remedy = str(content.get("name") or path.stem), "at most 150 letters in one line, without slashes"
         require(bool(re.fullmatch(r"[^/\\\0\n]{1,150}", name)) and name not in (".", ".."), "name", repr(name), remedy)
         return cls(name, method, parameters, objective, early, cap, command, args)
 
@@ -214,18 +214,18 @@ class Sweep:
         return (draws if self.method == "random" else Bayes)(self.parameters, self.run_cap, seed)
 
 
-def _entry(kind: type[Entry], given: Mapping[str, Any]) -> Entry | None:
+def _entry(kind: type[Entry], content: Mapping[str, Any]) -> Entry | None:
     """Returns what the entry under the key of a class describes; None: there is no such entry."""
-    settings = given[kind.config_key]
+    settings = content[kind.config_key]
     return None if settings is None else kind(**{str(name): value for name, value in settings.items()})
 
 
-def _command(given: Any) -> tuple[str, tuple[str, ...]]:
+def _command(command: Any) -> tuple[str, tuple[str, ...]]:
     """Returns the subcommand and its fixed arguments, from ``command`` of a sweep's file."""
     example = "[${env}, fl-lightning, fit, --config, quickstart, ${args}]"
-    ensure(given is not None, f"command: missing; give {example}")
-    require(isinstance(given, list), "command", given, f"give a list, such as {example}")
-    words = [re.sub(r"\$\{envvar:(\w+)\}", lambda m: os.environ.get(m[1], m[1]), str(word)) for word in given]
+    ensure(command is not None, f"command: missing; give {example}")
+    require(isinstance(command, list), "command", command, f"give a list, such as {example}")
+    words = [re.sub(r"\$\{envvar:(\w+)\}", lambda m: os.environ.get(m[1], m[1]), str(word)) for word in command]
     ensure(any(word in ARGUMENTS for word in words), f"command = {words}: no ${{args}}; give {example}")
     start = next((i for i, word in enumerate(words) if word in COMMANDS), None)
     if start is None:

@@ -70,31 +70,31 @@ class Parameter:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, key: str, given: Any) -> "Parameter":
+    def of(cls, key: str, entry: Any) -> "Parameter":
         """Returns a parameter from its entry in a sweep's file.
 
         Raises:
             UserError: If the entry is not one of W&B's.
         """
         where = f"parameters.{key}"
-        require(isinstance(given, Mapping), where, given, "give a mapping, such as {values: [0.05, 0.1]}")
-        kind = given.get("distribution") or _default_distribution(given)
+        require(isinstance(entry, Mapping), where, entry, "give a mapping, such as {values: [0.05, 0.1]}")
+        kind = entry.get("distribution") or _default_distribution(entry)
         known = {name: names for name, (names, _) in NUMBERS.items()} | LISTS
         known |= {f"q_{name}": (*known[name], "q") for name in QUANTIZED}
-        if str(kind) not in known and (inner := _nested(given)):
+        if str(kind) not in known and (inner := _nested(entry)):
             form = f"{key.rpartition('.')[2]}: {{parameters: {{{inner.partition('.')[0]}: ...}}}}"
             ensure(False, f"{where}: nested settings stand under parameters; write {form}, or {key}.{inner} as one key")
-        require(str(kind) in known, where, dict(given), "give value, values, min and max, or a distribution of W&B's")
+        require(str(kind) in known, where, dict(entry), "give value, values, min and max, or a distribution of W&B's")
         names = known[kind]
         if kind == "int_uniform":
-            given = {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in given.items()}
-            for name, value in given.items():
+            entry = {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in entry.items()}
+            for name, value in entry.items():
                 require(not isinstance(value, float), f"{where}.{name}", value, "give a whole number")
-        if extra := given.keys() - {"distribution", *names}:
-            ensure(False, f"{where}.{min(extra)} = {given[min(extra)]}: {kind} has {', '.join(names)}")
-        options = {name: given.get(name, DEFAULTS.get(name)) for name in names}
+        if extra := entry.keys() - {"distribution", *names}:
+            ensure(False, f"{where}.{min(extra)} = {entry[min(extra)]}: {kind} has {', '.join(names)}")
+        options = {name: entry.get(name, DEFAULTS.get(name)) for name in names}
         for name, value in options.items():
-            ensure(name in given or value is not None, f"{where}.{name}: missing; {kind} needs {', '.join(names)}")
+            ensure(name in entry or value is not None, f"{where}.{name}: missing; {kind} needs {', '.join(names)}")
         check_values(where, options, FORMS)
         if "values" in options:
             require(bool(options["values"]), f"{where}.values", options["values"], "give a list with a value")
@@ -103,8 +103,8 @@ class Parameter:
             numbers = isinstance(shares, list) and all(
                 isinstance(share, (int, float)) and share >= 0 for share in shares
             )
-            fit = numbers and len(shares) == len(options["values"]) and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
-            require(fit, f"{where}.probabilities", shares, "one for each value, none below 0, with sum 1")
+            valid = numbers and len(shares) == len(options["values"]) and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
+            require(valid, f"{where}.probabilities", shares, "one for each value, none below 0, with sum 1")
         if "min" in options:
             low, high = options["min"], options["max"]
             require(low < high, f"{where}.min", low, f"less than max = {high}")
@@ -153,44 +153,44 @@ class Parameter:
         return round(x / self.options["q"]) * self.options["q"] if "q" in self.options else x
 
 
-def _default_distribution(given: Mapping[str, Any]) -> str:
+def _default_distribution(entry: Mapping[str, Any]) -> str:
     """Returns the distribution that W&B assumes for an entry without ``distribution``."""
-    if "value" in given:
+    if "value" in entry:
         return "constant"
-    if "values" in given:
-        return "categorical_w_probabilities" if "probabilities" in given else "categorical"
-    if "min" in given and "max" in given:
-        return "int_uniform" if all(type(given[name]) is int for name in ("min", "max")) else "uniform"
+    if "values" in entry:
+        return "categorical_w_probabilities" if "probabilities" in entry else "categorical"
+    if "min" in entry and "max" in entry:
+        return "int_uniform" if all(type(entry[name]) is int for name in ("min", "max")) else "uniform"
     return ""
 
 
 def _nested(entry: Any) -> str:
     """Returns the dotted key of the first parameter that is nested in an entry; empty if it has no further ones."""
-    if not isinstance(entry, Mapping) or not entry or not all(isinstance(each, Mapping) for each in entry.values()):
+    if not isinstance(entry, Mapping) or not entry or not all(isinstance(value, Mapping) for value in entry.values()):
         return ""
     first = next(iter(entry))
     deeper = "" if {"value", "values"} & {*entry[first]} else _nested(entry[first])
     return f"{first}.{deeper}".rstrip(".")
 
 
-def flatten(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the entries of ``parameters`` by dotted key; nested entries are parts of a setting.
 
     Args:
-        given: The mapping of a sweep's file.
+        mapping: The mapping of a sweep's file.
         prefix: Key of the part that it is nested in, with a dot.
 
     Raises:
         UserError: If it is not a mapping.
     """
-    require(isinstance(given, Mapping), f"parameters.{prefix}".rstrip("."), given, "give parameters by their keys")
-    found: dict[str, Any] = {}
-    for key, entry in given.items():
+    require(isinstance(mapping, Mapping), f"parameters.{prefix}".rstrip("."), mapping, "give parameters by their keys")
+    entries: dict[str, Any] = {}
+    for key, entry in mapping.items():
         if isinstance(entry, Mapping) and "parameters" in entry:
-            found |= flatten(entry["parameters"], f"{prefix}{key}.")
+            entries |= flatten(entry["parameters"], f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = entry
-    return found
+            entries[f"{prefix}{key}"] = entry
+    return entries
 
 
 Settings = dict[str, Any]
@@ -227,8 +227,8 @@ def grid(parameters: Sequence[Parameter], count: int | None) -> Search:
         UserError: If there are more than `LARGEST`.
     """
     ordered = sorted(parameters, key=lambda parameter: parameter.key)
-    found = combinations({parameter.key: parameter.grid() for parameter in ordered})
-    return Search(found[:count], f"grid of {len(found)}")
+    settings = combinations({parameter.key: parameter.grid() for parameter in ordered})
+    return Search(settings[:count], f"grid of {len(settings)}")
 
 
 def combinations(values: Mapping[str, Sequence[Any]]) -> list[Settings]:

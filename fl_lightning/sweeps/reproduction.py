@@ -57,12 +57,12 @@ def scaled(config: Mapping[str, Any], fraction: float) -> dict[str, int | float]
     """
     rounds = scaled_rounds(config, fraction)
     share = rounds / config["trainer"]["max_rounds"]
-    found: dict[str, int | float] = {
+    settings: dict[str, int | float] = {
         "trainer.max_rounds": rounds,
         **{key: max(1, round(n * share)) for key in COUNTS if (n := setting_of(config, key)) is not None and n >= 1},
         **{key: x ** (1 / share) for key in FACTORS if (x := setting_of(config, key)) is not None},
     }
-    return {key: number for key, number in found.items() if number != setting_of(config, key)}
+    return {key: number for key, number in settings.items() if number != setting_of(config, key)}
 
 
 def scaled_rounds(config: Mapping[str, Any], fraction: float) -> int:
@@ -119,8 +119,8 @@ class Task:
         """
         needed = (MEASURED[name][1] for cell in self.cells if (name := cell.metric.partition("@")[0]) in MEASURED)
         measures = dict.fromkeys(filter(None, (*needed, self.measure)))
-        every = max(1, scaled_rounds(config, fraction) // self.times)
-        settings = f"every_n_rounds: {every}, metrics: [{', '.join(measures)}]"
+        interval = max(1, scaled_rounds(config, fraction) // self.times)
+        settings = f"every_n_rounds: {interval}, metrics: [{', '.join(measures)}]"
         args = [*self.whole, *(f"--{key}={number:.17g}" for key, number in scaled(config, fraction).items())]
         if measures:
             args.append(f"--trainer.callbacks+={{class_path: FlatnessMonitor, init_args: {{{settings}}}}}")
@@ -146,20 +146,20 @@ def select(paper: str, table: str, rows: Sequence[str] = (), columns: Sequence[s
     tables = dict.fromkeys(cell.table for cell in find(paper=paper))
     cells = find(paper=paper, table=next((name for name in tables if table in (name, *name.split("/"))), table))
     names = list(dict.fromkeys(cell.algorithm for cell in cells))
-    known, asked = {name.casefold() for name in names}, {row.casefold() for row in rows}
+    known, requested = {name.casefold() for name in names}, {row.casefold() for row in rows}
     for row in rows:
         ensure(row.casefold() in known, f"rows = {row}: not in table {table}; choose from {', '.join(names)}")
-    cells = [cell for cell in cells if not rows or cell.algorithm.casefold() in asked]
+    cells = [cell for cell in cells if not rows or cell.algorithm.casefold() in requested]
     kinds = [{name.casefold(): name for name in kind} for kind in zip(*map(_properties, cells), strict=True)]
     wanted: dict[int, list[str]] = {}
     for term in columns:
-        at = next((i for i, kind in enumerate(kinds) if term.casefold() in kind), -1)
+        index = next((i for i, kind in enumerate(kinds) if term.casefold() in kind), -1)
         choice = ", ".join(name for kind in kinds if len(kind) > 1 for name in kind.values() if name)
-        ensure(at >= 0, f"columns = {term}: no column of these rows in table {table}; choose from {choice}")
-        wanted.setdefault(at, []).append(kinds[at][term.casefold()])
-    found = [c for c in cells if all(_properties(c)[i] in terms for i, terms in wanted.items())]
-    ensure(bool(found), f"columns = {','.join(columns)}: no cell of table {table} is all of that; name fewer")
-    return found
+        ensure(index >= 0, f"columns = {term}: no column of these rows in table {table}; choose from {choice}")
+        wanted.setdefault(index, []).append(kinds[index][term.casefold()])
+    chosen = [c for c in cells if all(_properties(c)[i] in terms for i, terms in wanted.items())]
+    ensure(bool(chosen), f"columns = {','.join(columns)}: no cell of table {table} is all of that; name fewer")
+    return chosen
 
 
 def tasks(cells: Sequence[Cell]) -> tuple[list[Task], list[str]]:
@@ -169,31 +169,31 @@ def tasks(cells: Sequence[Cell]) -> tuple[list[Task], list[str]]:
     """
     answers = [(cell, why_not(cell)) for cell in cells]
     reasons = grouped((reason, cell.algorithm) for cell, reason in answers if reason)
-    made = [cell for cell, reason in answers if not reason and declared(cell) is None]
-    by_run = grouped(((*_place(cell).values(), cell.algorithm), cell) for cell in made)
+    runnable = [cell for cell, reason in answers if not reason and declared(cell) is None]
+    by_run = grouped(((*_place(cell).values(), cell.algorithm), cell) for cell in runnable)
     for (*place, _), group in [*by_run.items()]:
         if any(beside_fedavg(cell.metric) for cell in group) and (*place, "FedAvg") not in by_run:
             by_run[(*place, "FedAvg")] = find(**_place(group[0]), algorithm="FedAvg", metric="acc")[:1]
-    found = [Task(tuple(group), recipe(group[0])) for group in by_run.values()]
-    return found, [f"{reason} ({', '.join(dict.fromkeys(names))})" for reason, names in reasons.items()]
+    runs = [Task(tuple(group), recipe(group[0])) for group in by_run.values()]
+    return runs, [f"{reason} ({', '.join(dict.fromkeys(names))})" for reason, names in reasons.items()]
 
 
 def figure_tasks(figure: PaperFigure) -> list[Task]:
     """Returns the runs of a figure; those that its tables need as well are the same, unless they measure more."""
-    found = []
-    for runs in figure.runs:
-        for task in tasks(select(figure.paper, runs.table, names(runs.rows), names(runs.columns)))[0]:
-            cells = tuple(replace(cell, algorithm=runs.name or cell.algorithm) for cell in task.cells)
-            more = replace(
+    runs = []
+    for selection in figure.runs:
+        for task in tasks(select(figure.paper, selection.table, names(selection.rows), names(selection.columns)))[0]:
+            cells = tuple(replace(cell, algorithm=selection.name or cell.algorithm) for cell in task.cells)
+            variant = replace(
                 task,
                 cells=cells,
-                settings=tuple(shlex.split(runs.settings)),
+                settings=tuple(shlex.split(selection.settings)),
                 measure=figure.measure,
                 times=figure.times,
             )
-            tried = [(name, value) for name, values in runs.vary.items() for value in values]
-            found += [_varied(more, name, value) for name, value in tried] if tried else [more]
-    return found
+            tried = [(name, value) for name, values in selection.vary.items() for value in values]
+            runs += [_varied(variant, name, value) for name, value in tried] if tried else [variant]
+    return runs
 
 
 def _varied(task: Task, name: str, value: float) -> Task:
@@ -233,9 +233,9 @@ def declared(cell: Cell) -> float | None:
         return None
     name, _, ascent = cell.algorithm.partition("+")
     objective = getattr(algorithms, name)(nn.Linear(8, 8), **({"ascent": SAM(1.0)} if ascent else {}))
-    shown = contract_of(objective)[0]
-    down, up = (round(bits / (32 * objective.flat.d)) for bits in shown.bits)  # single numbers are not counted
-    forward, backward = shown.passes
+    contract = contract_of(objective)[0]
+    down, up = (round(bits / (32 * objective.flat.d)) for bits in contract.bits)  # single numbers are not counted
+    forward, backward = contract.passes
     return {
         "models_per_client": down + up,
         "models_per_client_down": down,
@@ -268,11 +268,11 @@ def mark(folder: Path, task: Task, fraction: float, settings: str = "") -> None:
     """
     if task.setting or task.settings:
         return
-    found = [
+    cells = [
         {**{name: getattr(cell, name) for name in COLUMNS}, "fraction": fraction, "settings": settings}
         for cell in task.cells
     ]
-    (folder / FILE).write_text(json_text(found, indent=2), encoding="utf-8")
+    (folder / FILE).write_text(json_text(cells, indent=2), encoding="utf-8")
 
 
 def column(cell: Cell) -> str:
@@ -299,19 +299,19 @@ def title_of(lines: Sequence[Line]) -> str:
     first = lines[0]
     rounds = "all rounds" if first.fraction == 1 else f"{100 * first.fraction:.4g} % of the rounds"
     counted = window_of(run for line in lines if line.cell.metric in EVALUATED for run in line.folders)
-    what = f"{first.cell.paper}, Table {first.cell.table}: {rounds}" + (f", means of the {counted}" if counted else "")
-    return ", with ".join(filter(None, (what, first.settings)))
+    title = f"{first.cell.paper}, Table {first.cell.table}: {rounds}" + (f", means of the {counted}" if counted else "")
+    return ", with ".join(filter(None, (title, first.settings)))
 
 
 def protocols(lines: Sequence[Line]) -> list[str]:
     """Returns how each of our numbers on flatness was measured, in one line."""
-    found = [
+    measurements = [
         (name, last_measurements(run).get(MEASURED[name][0]))
         for line in lines
         if (name := line.cell.metric.partition("@")[0]) in MEASURED
         for run in line.folders
     ]
-    return list(dict.fromkeys(f"{name}: {protocol(measured)}" for name, measured in found if measured))
+    return list(dict.fromkeys(f"{name}: {protocol(measured)}" for name, measured in measurements if measured))
 
 
 def line_cells(line: Line) -> list[str]:
@@ -323,21 +323,21 @@ def line_cells(line: Line) -> list[str]:
     ours = "" if line.mean is None else f"{line.mean:.{digits}f}{spread}"
     name = cell.algorithm if cell.metric == "acc" else f"{cell.algorithm}, {cell.metric}"
     difference = "" if line.difference is None else f"{line.difference:+.{digits}f}"
-    whole = str(len(line.values)) if line.folders or not line.values else "declared"
-    seeds = f"{len(line.values)} of {len(line.values) + len(line.errors)}" if line.errors else whole
+    count = str(len(line.values)) if line.folders or not line.values else "declared"
+    seeds = f"{len(line.values)} of {len(line.values) + len(line.errors)}" if line.errors else count
     missing = "not reached" if any(error.endswith("not reached") for error in line.errors) else "broke off"
     return [name, ours or missing, cell.printed or cell.note.partition(";")[0], difference, seeds]
 
 
 def table_of(lines: Sequence[Line]) -> Table:
     """Returns the table for the terminal, a section for each column of the paper's."""
-    found = filled(HEADS, (), title=escape(title_of(lines)))
+    table = filled(HEADS, (), title=escape(title_of(lines)))
     for name, group in _sections(lines):
-        found.add_section()
-        found.add_row(f"[bold]{escape(name)}[/]")
+        table.add_section()
+        table.add_row(f"[bold]{escape(name)}[/]")
         for line in group:
-            found.add_row(*map(escape, line_cells(line)))
-    return found
+            table.add_row(*map(escape, line_cells(line)))
+    return table
 
 
 def write_lines(lines: Sequence[Line], out: Path) -> None:
@@ -353,10 +353,10 @@ def write_lines(lines: Sequence[Line], out: Path) -> None:
     ]  # fmt: skip
     write_table(out / "table.csv", (*COLUMNS, "fraction", "settings", *numbers), rows)
     (out / "table.tex").write_text(latex(lines), encoding="utf-8")
-    said = "".join(f"\n- {text}" for text in protocols(lines))
+    notes = "".join(f"\n- {text}" for text in protocols(lines))
     body = [[name, *line_cells(line)] for name, group in _sections(lines) for line in group]
     text = markdown([["column", "row", *HEADS[1:]], *body])
-    (out / "table.md").write_text(f"**{title_of(lines)}**\n\n{text}{said}\n", encoding="utf-8")
+    (out / "table.md").write_text(f"**{title_of(lines)}**\n\n{text}{notes}\n", encoding="utf-8")
 
 
 def latex(lines: Sequence[Line]) -> str:
@@ -374,8 +374,8 @@ def latex(lines: Sequence[Line]) -> str:
     ]
     for name, group in _sections(lines):
         body += [r"\midrule", across(name), *(" & ".join(map(tex, line_cells(line))) + r" \\" for line in group)]
-    said = [r"\midrule", *map(across, found)] if (found := protocols(lines)) else []
-    return "\n".join([*body, *said, r"\bottomrule", r"\end{tabular}", ""])
+    footer = [r"\midrule", *map(across, notes)] if (notes := protocols(lines)) else []
+    return "\n".join([*body, *footer, r"\bottomrule", r"\end{tabular}", ""])
 
 
 def _sections(lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:

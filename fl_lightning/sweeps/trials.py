@@ -143,45 +143,45 @@ def run_trials(
     Raises:
         UserError: If a run in the folder has other settings than its trial, or two trials have one name.
     """
-    twice = [name for name, times in Counter(trial.name for trial in trials).items() if times > 1]
-    ensure(not twice, f"{', '.join(twice)}: two trials have this name; give them different ones")
-    todo, over = [], set[str]()
+    duplicates = [name for name, times in Counter(trial.name for trial in trials).items() if times > 1]
+    ensure(not duplicates, f"{', '.join(duplicates)}: two trials have this name; give them different ones")
+    todo, done = [], set[str]()
     for trial in trials:
         if resume and check is not None:
             _check_same(trial, folder, check)
-        found = outcome(trial, folder) if resume else None
-        if found is None:
+        earlier = outcome(trial, folder) if resume else None
+        if earlier is None:
             todo.append(trial)
         else:
-            over.add(trial.name)
-            yield replace(found, kept=True)
+            done.add(trial.name)
+            yield replace(earlier, kept=True)
     place_of = {trial.name: k for k, trial in enumerate(in_order(trials))}
     todo.sort(key=lambda trial: place_of[trial.name])
-    groups = deque(Group(alike, over) for alike in _groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
+    groups = deque(Group(members, done) for members in _groups(todo, -(-len(todo) // jobs) if jobs > 1 else WIDTH))
 
     def put_back(left: Sequence[Trial]) -> None:
         """Puts trials, each on its own, at their places in the order."""
-        ordered = sorted([*groups, *(Group([trial], over) for trial in left)], key=lambda g: place_of[g.trials[0].name])
+        ordered = sorted([*groups, *(Group([trial], done) for trial in left)], key=lambda g: place_of[g.trials[0].name])
         groups.clear()
         groups.extend(ordered)
 
     train = partial(_train, folder, build, resume, early)
     starts: Counter[tuple[str, int]] = Counter()
-    place = (
+    training = (
         train_in_processes(train, groups, jobs, make_folder(folder, "folder") / LOG)
         if (jobs > 1 and len(groups) > 1)
         else train_here(train, groups)
     )
-    with closing(place):
-        for group, ended in place:
-            over.update(found.trial.name for found in ended or ())
-            yield from ended or ()
-            left = [trial for trial in group.trials if trial.name not in over]
-            if ended is not None:
+    with closing(training):
+        for group, outcomes in training:
+            done.update(ended.trial.name for ended in outcomes or ())
+            yield from outcomes or ()
+            left = [trial for trial in group.trials if trial.name not in done]
+            if outcomes is not None:
                 if len(group.trials) > 1:  # they are no program
                     put_back(left)
                 else:  # another process trains it, or one that it waits for
-                    groups.extend(Group([trial], over) for trial in left)
+                    groups.extend(Group([trial], done) for trial in left)
                 continue
             for trial in left:  # the process was killed, perhaps for the memory that they took together
                 start = (trial.name, rounds_done(read_run(newest_run(trial, folder))))
@@ -189,7 +189,7 @@ def run_trials(
                 if starts[start] < STARTS:
                     put_back([trial])
                 else:
-                    over.add(trial.name)
+                    done.add(trial.name)
                     error = f"its process was killed {STARTS} times after round {start[1]}; has it memory enough?"
                     yield Outcome(trial, newest_run(trial, folder), error)
 
@@ -204,8 +204,8 @@ def outcome(trial: Trial, folder: Path) -> Outcome | None:
 
 def newest_run(trial: Trial, folder: Path) -> Path | None:
     """Returns the newest run folder of a trial."""
-    found = {path.name.removeprefix("version_"): path for path in (folder / trial.name).glob("version_*")}
-    return max((path for k, path in found.items() if k.isdecimal()), key=lambda path: int(path.name[8:]), default=None)
+    runs = {path.name.removeprefix("version_"): path for path in (folder / trial.name).glob("version_*")}
+    return max((path for k, path in runs.items() if k.isdecimal()), key=lambda path: int(path.name[8:]), default=None)
 
 
 def name_of(settings: Mapping[str, Any]) -> str:
@@ -214,10 +214,12 @@ def name_of(settings: Mapping[str, Any]) -> str:
     Settings that the name does not spell out, such as a path or a drawn number, give it eight digits of their hash.
     """
     spelled = {key: _spelled(value) for key, value in settings.items()}
-    named = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in spelled.items())
-    name = "".join(c if c.isalnum() or c in "._-+=" else "-" for c in named)[:LONGEST]
-    whole = all(str(settings[key]) == text and re.fullmatch(r"[A-Za-z0-9.+-]+", text) for key, text in spelled.items())
-    if whole and name == named:
+    joined = "_".join(f"{key.rpartition('.')[2]}_{value}" for key, value in spelled.items())
+    name = "".join(c if c.isalnum() or c in "._-+=" else "-" for c in joined)[:LONGEST]
+    in_full = all(
+        str(settings[key]) == text and re.fullmatch(r"[A-Za-z0-9.+-]+", text) for key, text in spelled.items()
+    )
+    if in_full and name == joined:
         return name
     return f"{name}_{hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]}"
 
@@ -225,14 +227,18 @@ def name_of(settings: Mapping[str, Any]) -> str:
 def short(value: Any, digits: int = 6) -> str:
     """Returns a setting in a few letters; a class as its name and options."""
     if isinstance(value, Mapping) and "class_path" in value:
-        own = value.get("init_args") or {}
-        options = [f"{key}_{short(own[key], digits)}" for key in own] if isinstance(own, Mapping) else [str(own)]
+        arguments = value.get("init_args") or {}
+        options = (
+            [f"{key}_{short(arguments[key], digits)}" for key in arguments]
+            if isinstance(arguments, Mapping)
+            else [str(arguments)]
+        )
         return "_".join([str(value["class_path"]).rpartition(".")[2], *options])
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def _spelled(value: Any) -> str:
-    """A number in full if six digits are enough for it."""
+    """Returns a setting as `short` does; a number in full if six digits are enough for it."""
     text = short(value)
     return str(value) if isinstance(value, float) and float(text) == value else text
 
@@ -245,7 +251,7 @@ def in_order(trials: Sequence[Trial]) -> list[Trial]:
 def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
     """Returns the trials in groups that may be one program each."""
     width = min(width, WIDTH)
-    alike = grouped(
+    by_arguments = grouped(
         (
             tuple(arg for arg in trial.args if not ONE_PROGRAM.fullmatch(arg))
             + (trial.name,) * (trial.command != "fit"),
@@ -253,7 +259,7 @@ def _groups(trials: Sequence[Trial], width: int) -> list[list[Trial]]:
         )
         for trial in trials
     )
-    return [group[i : i + width] for group in alike.values() for i in range(0, len(group), width)]
+    return [group[i : i + width] for group in by_arguments.values() for i in range(0, len(group), width)]
 
 
 def _check_same(trial: Trial, folder: Path, check: Check) -> None:
@@ -277,8 +283,8 @@ def _train(folder: Path, build: Build, resume: bool, early: Early | None, group:
                 locks.enter_context(locked(make_folder(folder / trial.name, "folder"), LOCK))
             except InUse:
                 continue
-            if resume and (found := outcome(trial, folder)) is not None:  # another process has finished it
-                ended.append(found)
+            if resume and (finished := outcome(trial, folder)) is not None:  # another process has finished it
+                ended.append(finished)
             else:
                 free.append(trial)
         if len(group.trials) == 1 and not ended and not free:

@@ -76,10 +76,10 @@ class _Worker:
 
     def __init__(self, function: Callable[[Any], Any], log: Path) -> None:
         context = multiprocessing.get_context("spawn")
-        self.pipe, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(function, there, str(log)), daemon=False)
+        self.pipe, child_pipe = context.Pipe()
+        self.process = context.Process(target=_serve, args=(function, child_pipe, str(log)), daemon=False)
         self.process.start()
-        there.close()  # so that the end of the process is the end of the pipe
+        child_pipe.close()  # so that the end of the process is the end of the pipe
 
     def end(self) -> None:
         self.process.join()
