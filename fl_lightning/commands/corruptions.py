@@ -38,9 +38,9 @@ def evaluate_corruptions(
 def means(rows: Sequence[Accuracy]) -> dict[str, float]:
     """Returns the accuracy on the clean test set, and its mean over corruptions, by severity and over all."""
     ordered = sorted(rows, key=lambda row: row.severity)
-    found = grouped((f"severity {row.severity}" if row.severity else CLEAN, row.acc) for row in ordered)
-    found["all"] = [row.acc for row in rows if row.severity]
-    return {name: average(values) for name, values in found.items() if values}
+    by_severity = grouped((f"severity {row.severity}" if row.severity else CLEAN, row.acc) for row in ordered)
+    by_severity["all"] = [row.acc for row in rows if row.severity]
+    return {name: average(values) for name, values in by_severity.items() if values}
 
 
 def run(

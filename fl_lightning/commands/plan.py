@@ -65,9 +65,9 @@ class Plan:
     def show(self) -> None:
         """Prints a table."""
         rows = [
-            [name, f"{times:,}", as_time(each), as_time(times * each)]
-            for name, (times, each) in self.parts.items()
-            if times * each >= self.seconds / 1000
+            [name, f"{times:,}", as_time(duration), as_time(times * duration)]
+            for name, (times, duration) in self.parts.items()
+            if times * duration >= self.seconds / 1000
         ]
         title = f"{as_time(self.seconds)} for {self.rounds} {self.unit}"
         show_table(filled(["", "times", "each", "together"], rows, left=4, title=title))
@@ -112,7 +112,7 @@ def plan(
     rounds = list(ahead(run))
 
     def seconds() -> float:
-        return sum(times * each for times, each in parts.values())
+        return sum(times * duration for times, duration in parts.values())
 
     parts = measured.parts(trainer, len(rounds), [coming.steps for coming in rounds], world)
     if trainer.max_time is not None and seconds() > trainer.max_time:
@@ -149,14 +149,14 @@ def run(cli: FederatedCLI, devices: int | None = None, nodes: int | None = None,
         nodes: Nodes; null: trainer.num_nodes.
         json: Print one line of JSON in place of a table.
     """
-    asked, numbers = cli.config.trainer, list[int]()
+    trainer_config, numbers = cli.config.trainer, list[int]()
     for key, value, option in (("devices", devices, "devices"), ("num_nodes", nodes, "nodes")):
-        number = str(asked[key] if value is None else value)
+        number = str(trainer_config[key] if value is None else value)
         require(number.lstrip("-").isdecimal(), f"trainer.{key}", number, f"give their number by --{option}")
         numbers.append(int(number))
-    made = cli.make(*cli.args, "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto")
-    data, missing = data_or_like(made.data)
+    objects = cli.make(*cli.args, "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto")
+    data, missing = data_or_like(objects.data)
     if missing:
         say(f"on random samples of the same shape: {missing}", file=sys.stderr)
-    found = plan(made.trainer, made.model, data, *numbers)
-    print(json_text(found), end="") if json else found.show()
+    prediction = plan(objects.trainer, objects.model, data, *numbers)
+    print(json_text(prediction), end="") if json else prediction.show()

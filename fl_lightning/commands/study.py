@@ -111,7 +111,7 @@ def run(
         from fl_lightning.studies import claims
 
         pages = [claims.page(Path(path)) for path in paths]
-        _show("\n".join(text for text, _ in pages), [claim for _, found in pages for claim in found], out)
+        _show("\n".join(text for text, _ in pages), [claim for _, verdicts in pages for claim in verdicts], out)
 
 
 def _show(page: str, numbers: Sequence[Mapping[str, Any]], out: str | None) -> None:
@@ -132,13 +132,13 @@ def _rows(paths: Sequence[str]) -> Mapping[Path, list[str]]:
     Raises:
         UserError: If one names no row.
     """
-    found: dict[Path, list[str]] = {}
+    rows: dict[Path, list[str]] = {}
     for path in paths:
         folder, name = store_of(path) or (Path(path), "")
         names = [line["row"] for line in Store(folder).matching(name)] if name else []
         ensure(bool(names), f"{path}: no row of a store there; add one by fl-lightning study add")
-        found.setdefault(folder, []).extend(names)
-    return found
+        rows.setdefault(folder, []).extend(names)
+    return rows
 
 
 def _add(paths: Sequence[str], into: Path) -> None:
@@ -151,12 +151,12 @@ def _add(paths: Sequence[str], into: Path) -> None:
 
     added = list[str]()
     with Store.edited(into) as store:
-        for place in (folder for given in paths for folder in located(given)):
-            found = find_runs([place])
-            for run in found:
+        for place in (folder for path in paths for folder in located(path)):
+            runs = find_runs([place])
+            for run in runs:
                 inside = run.relative_to(place).parts
                 parts = [part for part in inside if not part.startswith("version_")] or [RunFolder(run).name]
-                several = run.name != parts[-1] and sum(other.parent == run.parent for other in found) > 1
+                several = run.name != parts[-1] and sum(other.parent == run.parent for other in runs) > 1
                 added.append("/".join([*parts, *[run.name] * several]))
                 add(run, store, added[-1])
         if "methods" in about_of(into):

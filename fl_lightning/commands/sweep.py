@@ -34,20 +34,20 @@ def run(
         out: Folder in which the sweep's own one, named after it, lies.
         loggers: Whether the runs have their config's loggers, such as W&B; every run writes metrics.csv.
     """
-    listed, sweep = seeds_of(seeds), Sweep.read(find_config(file, "file"))
+    seed_values, sweep = seeds_of(seeds), Sweep.read(find_config(file, "file"))
     sweep = sweep if loggers else replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
-    controller = Controller(sweep, Path(out) / sweep.name, listed, seed)
+    controller = Controller(sweep, Path(out) / sweep.name, seed_values, seed)
 
     screen = console()
     say(f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}")
     shown = partial(_table, controller, SHOWN, screen.width)
     live = Live(get_renderable=shown, console=screen, refresh_per_second=1, transient=True)
     with live if screen.is_terminal else nullcontext():
-        for found in controller.run(build_trial, jobs, check_trial):
-            value = controller.objective.value(found.folder)
+        for outcome in controller.run(build_trial, jobs, check_trial):
+            value = controller.objective.value(outcome.folder)
             number = "not measured" if value is None else f"{value:.4g}"
-            text = found.error or f"{'kept' if found.kept else 'finished'}, {controller.objective.name} {number}"
-            say(f"{found.trial.name}: {text}")
+            text = outcome.error or f"{'kept' if outcome.kept else 'finished'}, {controller.objective.name} {number}"
+            say(f"{outcome.trial.name}: {text}")
     screen.print(_table(controller, len(controller.trials), screen.width))
     if (best := controller.best()) is not None:
         settings, of_one, value = best
@@ -62,10 +62,10 @@ def run(
     if len(varied) == 2:
         names = ",".join(short_names(varied))
         print(command("fl-lightning", "compare", str(controller.folder), "--pivot", names, before="its pivot: "))
-    ended = list(controller.outcomes.values())
-    complain(ended)
-    for o in ended[:1] if best is None else ():
-        measured = ", ".join(last_metrics(o.folder)) or "nothing"
+    outcomes = list(controller.outcomes.values())
+    complain(outcomes)
+    for outcome in outcomes[:1] if best is None else ():
+        measured = ", ".join(last_metrics(outcome.folder)) or "nothing"
         raise UserError(f"metric.name = {controller.objective.name}: no run has measured it; choose from {measured}")
 
 

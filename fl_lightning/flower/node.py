@@ -46,10 +46,10 @@ CONTEXT = tuple(field.name for field in fields(ClientContext) if field.name not 
 
 def checksum(*tensors: Tensor) -> int:
     """Returns the CRC-32 of the tensors' bytes."""
-    found = 0
+    crc = 0
     for tensor in tensors:
-        found = crc32(tensor.detach().cpu().numpy().tobytes(), found)
-    return found
+        crc = crc32(tensor.detach().cpu().numpy().tobytes(), crc)
+    return crc
 
 
 # The version of a client's state is the CRC-32 of its content as 8 hexadecimal digits; "" before first contact
@@ -128,10 +128,10 @@ class Node:
     ) -> tuple[dict[str, Tensor], dict[str, Value]]:
         run = self.run
         ctx = ClientContext(flat=run.objective.flat, **{name: values[name] for name in CONTEXT})  # type: ignore[arg-type]
-        here = int(run.data.client_sizes[client])
+        samples = int(run.data.client_sizes[client])
         ensure(
-            ctx.n_k == here,
-            f"client {client}: has {here} samples here, {ctx.n_k} on the server; give both the same data",
+            ctx.n_k == samples,
+            f"client {client}: has {samples} samples here, {ctx.n_k} on the server; give both the same data",
         )
         row = None if values["version"] == "" else self._row(client, str(values["version"]), kept)
         state = run.clients.get(client, received.w, run.objective.scratch_inits(), row)
@@ -160,10 +160,10 @@ class Node:
 
 def _stored(client: int, state: State, keep: set[str], kept: Kept) -> str:
     """Stores a client's new state, removes all versions but this one and those in ``keep``, and returns its version."""
-    here = {name: value.cpu() for name, value in state.items()}
-    version = version_of(here)
-    kept[f"{client}.{version}"] = here
-    needed = {f"{client}.{each}" for each in {version, *keep}}
+    tensors = {name: value.cpu() for name, value in state.items()}
+    version = version_of(tensors)
+    kept[f"{client}.{version}"] = tensors
+    needed = {f"{client}.{needed_version}" for needed_version in {version, *keep}}
     for old in [key for key in kept if key.startswith(f"{client}.") and key not in needed]:
         del kept[old]
     return version

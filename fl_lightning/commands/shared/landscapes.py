@@ -118,8 +118,8 @@ def models_of(run: Run, others: Sequence[str], labels: Sequence[str] = ()) -> di
     named = len(set(labels)) == len(labels) == len(others) + 1
     require(not labels or named, "labels", list(labels), "give a name for each model, none twice")
     assert run.checkpoint is not None
-    found = [(run.checkpoint, run.global_model), *(_weights_of(run, other) for other in others)]
-    paths, weights = zip(*found, strict=True)
+    models = [(run.checkpoint, run.global_model), *(_weights_of(run, ckpt_path) for ckpt_path in others)]
+    paths, weights = zip(*models, strict=True)
     return dict(zip(labels or labels_of(paths), weights, strict=True))
 
 
@@ -203,11 +203,11 @@ class Landscape:
 
     def each(self, measure: Callable[[str, Tensor], V]) -> dict[str, V]:
         """Measures every model, up to the first that is interrupted; returns the results by label."""
-        found: dict[str, V] = {}
+        results: dict[str, V] = {}
         for label, w in self.models.items():
-            if not any(result.missing for result in found.values()):
-                found[label] = measure(label, w)
-        return found
+            if not any(result.missing for result in results.values()):
+                results[label] = measure(label, w)
+        return results
 
     def save(self, name: str, results: Mapping[str, Values], **figures: Callable[[], Figure]) -> None:
         """Writes results and figures under free names, gives the figures to the run's loggers, and prints the protocol.
