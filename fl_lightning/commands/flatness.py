@@ -117,23 +117,23 @@ def _measure(run: Run, measures: Sequence[Measure], measurements: list[Measureme
     step(total, total, "done")
 
 
-def _products(step: Step, at: int, total: int, name: str, done: int, most: int) -> None:
-    step(at, total, f"{name}: {done} of at most {most} products")
+def _products(step: Step, count: int, total: int, name: str, done: int, most: int) -> None:
+    step(count, total, f"{name}: {done} of at most {most} products")
 
 
 def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -> MeasurementContext:
     """Returns the context after one more round, whose local models update the measures."""
-    run, mean = context.run, PseudoGradient(context.run)
+    run, pseudo_gradient = context.run, PseudoGradient(context.run)
 
     def update(result: LocalResult) -> None:
-        mean.add(result)
+        pseudo_gradient.add(result)
         for measure in measures:
             measure.update(run, result)
 
     after = dry_round(run, context.cohort, update)
     monitors = [state for key, state in run.restored.get("callbacks", {}).items() if key.startswith("FlatnessMonitor")]
     previous = next((v.to(after.w) for state in monitors if (v := state["pseudo_gradient"]) is not None), None)
-    return replace(context, new=after, pseudo_gradient=mean.value(), previous=previous)
+    return replace(context, new=after, pseudo_gradient=pseudo_gradient.value(), previous=previous)
 
 
 def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:

@@ -76,16 +76,16 @@ def run(
     Raises:
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
-    three = (len(compare), len({*clients})) in ((2, 0), (0, 3))
+    spans_plane = (len(compare), len({*clients})) in ((2, 0), (0, 3))
     require(
-        kind != "plane" or three,
+        kind != "plane" or spans_plane,
         "compare",
         list(compare),
         "a plane goes through two checkpoints more, or through the models of three different clients",
     )
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
-    of_checkpoints = "a perturbation is that of checkpoints; leave clients out, or draw a surface"
-    require(kind != "perturbation" or not clients, "clients", list(clients), of_checkpoints)
+    remedy = "a perturbation is that of checkpoints; leave clients out, or draw a surface"
+    require(kind != "perturbation" or not clients, "clients", list(clients), remedy)
     check_no_buffers(model)
     model.check_global_model("a landscape")
     loaded = trainer.load(model, data, ckpt_path, clients=kind == "trajectory" or bool(clients))

@@ -89,8 +89,8 @@ def main(args: Sequence[str] | None = None) -> None:
         from fl_lightning.trainer.runtime.signals import rank_and_first
 
         # those of processes that are connected, if torch has been imported
-        connected = sys.modules.get("fl_lightning.trainer.runtime.collectives")
-        rank, first = connected.reports() if connected else rank_and_first()
+        collectives = sys.modules.get("fl_lightning.trainer.runtime.collectives")
+        rank, first = collectives.reports() if collectives else rank_and_first()
         code = getattr(find_user_error(error), "exit_code", 1)
         text = wrapped(f"error{f' (process {rank})' if rank else ''}: {_visible(line)}", sys.stderr)
         if first and code != 1:
@@ -130,9 +130,9 @@ def _help(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="Show the version.")
     commands = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
     for name, summary in COMMANDS.items():
-        parser_of_one = commands.add_parser(name, help=f"{summary} See {name} --help.", conflict_handler="resolve")
+        subparser = commands.add_parser(name, help=f"{summary} See {name} --help.", conflict_handler="resolve")
         if words[1:] and words[0] == name:
             from fl_lightning.commands.shared.parser import add_options
 
-            add_options(parser_of_one, name, words[1:])
+            add_options(subparser, name, words[1:])
     return parser

@@ -114,14 +114,14 @@ def plan(
     def seconds() -> float:
         return sum(times * duration for times, duration in parts.values())
 
-    parts = measured.parts(trainer, len(rounds), [coming.steps for coming in rounds], world)
+    parts = measured.parts(trainer, len(rounds), [round_.steps for round_ in rounds], world)
     if trainer.max_time is not None and seconds() > trainer.max_time:
         rounds = rounds[: max(1, math.ceil(len(rounds) * trainer.max_time / seconds()))]
-        parts = measured.parts(trainer, len(rounds), [coming.steps for coming in rounds], world)
+        parts = measured.parts(trainer, len(rounds), [round_.steps for round_ in rounds], world)
     # state of clients that no measured round has seen
-    room, kept = int(trainer.client_memory * 2**30), {k for coming in rounds for k in coming.clients}
+    limit, kept = int(trainer.client_memory * 2**30), {k for round_ in rounds for k in round_.clients}
     row = row_bytes(model, run.server.w)
-    growth = min(row * len(kept), room) - min(row * len(run.clients), room)
+    growth = min(row * len(kept), limit) - min(row * len(run.clients), limit)
     return Plan(
         processes=world,
         engine=run.engine_name,
@@ -130,11 +130,11 @@ def plan(
         parts=parts,
         memory=measured.memory + (2 if cpu else 1) * growth,  # a checkpoint copies the rows
         device_memory=0 if cpu else torch.cuda.max_memory_allocated() + growth,
-        bits=sum(coming.bits for coming in rounds),
+        bits=sum(round_.bits for round_ in rounds),
         seconds=seconds(),
         unit="rounds" if trainer.asynchronous is None else "steps of the server",
-        uploads=sum(len(coming.clients) for coming in rounds),
-        late=sum(coming.late for coming in rounds),
+        uploads=sum(len(round_.clients) for round_ in rounds),
+        late=sum(round_.late for round_ in rounds),
         device_seconds=None if run.timing is None else rounds[-1].time_s,
         lacking=program.lacking(run) + ["one process, or deterministic"] * (world > 1 and not trainer.deterministic),
     )

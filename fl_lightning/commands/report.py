@@ -109,25 +109,25 @@ def draw(runs: Runs, columns: Sequence[table.Column]) -> dict[str, list[tuple[st
     groups, files = [group for group, _ in runs], [run for _, members in runs for run in members]
     measured = curves.read({group.name: group.metrics for group in groups})
     clients = {group.name: [run.clients for run in members if run.clients is not None] for group, members in runs}
-    data = next((evaluated.metric for tables in clients.values() for evaluated in tables), "")
+    metric = next((evaluated.metric for tables in clients.values() for evaluated in tables), "")
     eigenvalues, density = spectra(files), densities(files)
     return {
         "curves": [
             (
-                f"{title(name)}{by}",
-                f"{name.replace('/', '_')}{by.replace(' ', '_')}",
-                curves.draw_curves(measured, [name], bool(by)),
+                f"{title(name)}{suffix}",
+                f"{name.replace('/', '_')}{suffix.replace(' ', '_')}",
+                curves.draw_curves(measured, [name], bool(suffix)),
             )
             for name in curves.drawn(measured)
-            for by in (("", " by device hours") if curves.all_timed(measured) and name in metrics.MAIN else ("",))
+            for suffix in (("", " by device hours") if curves.all_timed(measured) and name in metrics.MAIN else ("",))
         ],
         "per-client": [
-            (text, name, plot_clients(having, column))
+            (text, name, plot_clients(by_group, column))
             for text, name, column in (
-                ("Global model", "clients", data),
-                ("Local models", "clients_local", f"local_{data}"),
+                ("Global model", "clients", metric),
+                ("Local models", "clients_local", f"local_{metric}"),
             )
-            if any((having := {group: with_values(tables, column) for group, tables in clients.items()}).values())
+            if any((by_group := {group: with_values(tables, column) for group, tables in clients.items()}).values())
         ],
         "tradeoff": [
             (column.title, f"tradeoff_{column.key}", curves.plot_tradeoff(groups, column.key))

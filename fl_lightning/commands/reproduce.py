@@ -109,8 +109,8 @@ class Planned:
     @property
     def rows(self) -> int:
         """Bytes of the clients' state in memory, at most."""
-        model, room = self.made.model, self.made.trainer.client_memory * 2**30
-        return int(min(room, _row_bytes(model) * self.made.data.num_clients))
+        model, limit = self.made.model, self.made.trainer.client_memory * 2**30
+        return int(min(limit, _row_bytes(model) * self.made.data.num_clients))
 
     @property
     def samples(self) -> int:
@@ -345,6 +345,6 @@ def _plan(tasks: Sequence[Task], options: _How) -> Iterator[Planned]:
         objects = Namespace({part: parts[key] for part, key in keys.items()})  # type: ignore[no-untyped-call]
         fixed = {"max_rounds": scaled_rounds(config, options.fraction), "seed": options.seeds[0]}
         for (name, expected), option in zip(fixed.items(), ("--rounds", "--seeds"), strict=True):
-            set_to = getattr(objects.trainer, name)
-            ensure(set_to == expected, f"trainer.{name} = {set_to}: the table sets it; give {option}")
+            value = getattr(objects.trainer, name)
+            ensure(value == expected, f"trainer.{name} = {value}: the table sets it; give {option}")
         yield Planned(task, trials, objects)

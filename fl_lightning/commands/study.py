@@ -58,7 +58,7 @@ def run(
         out: For page and claims: the file, beside which its figures and its numbers as JSON lie; null: the page is
             printed. For extract and run: the folder; null: in runs.
     """
-    new = _beyond(paths, Path(beyond)) if beyond and action in ("check", "page") else None
+    added = _beyond(paths, Path(beyond)) if beyond and action in ("check", "page") else None
     chosen = methods.split(",") if methods else None
     if out is not None:
         is_page = action in ("page", "claims") and Path(out).suffix in (".json", ".png")
@@ -83,7 +83,7 @@ def run(
                     say(f"removed: {folder / name}")
     elif action == "check":
         rows = [
-            (folder, name) for folder, names in _rows(paths).items() for name in names if new is None or name in new
+            (folder, name) for folder, names in _rows(paths).items() for name in names if added is None or name in added
         ]
         _check(random.Random(seed).sample(rows, min(count, len(rows))), settings, tolerance, minutes)
     elif action == "extract":
@@ -96,17 +96,17 @@ def run(
     elif action == "page":
         from fl_lightning.studies.page import page
 
-        head, sections, numbers = page(paths, chosen if new is None else [*new.values()])
-        text = [head]
+        head, sections, numbers = page(paths, chosen if added is None else [*added.values()])
+        paragraphs = [head]
         for name, table, figure in sections:
             several = len(sections) > 1
-            text += [f"## {name.replace('_', ' ')}"] * several + [table]
+            paragraphs += [f"## {name.replace('_', ' ')}"] * several + [table]
             if out is not None:
                 picture = Path(out).with_suffix(".png")
                 picture = picture.with_stem(f"{picture.stem}_{name}") if several else picture
-                text.append(f"![Curves of the runs, or a point for each run]({picture.name})")
+                paragraphs.append(f"![Curves of the runs, or a point for each run]({picture.name})")
                 write_atomically(make_folder(picture.parent) / picture.name, render(figure(), png={})[0])
-        _show("\n\n".join([*text, ""]), numbers, out)
+        _show("\n\n".join([*paragraphs, ""]), numbers, out)
     else:
         from fl_lightning.studies import claims
 
@@ -180,8 +180,8 @@ def _check(rows: Sequence[tuple[Path, str]], settings: Sequence[str], tolerance:
 
     wrong = 0
     for row, again in check(rows, settings, tolerance, build_trial, minutes):
-        good = again.met(tolerance)
-        wrong += not good
-        say(f"{short_path(row)}: {again.text()}{'' if good else ': WRONG'}")
+        met = again.met(tolerance)
+        wrong += not met
+        say(f"{short_path(row)}: {again.text()}{'' if met else ': WRONG'}")
     if wrong:
         raise UserError(f"{wrong} of {len(rows)} rows are not met; see the lines above")

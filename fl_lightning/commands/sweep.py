@@ -40,8 +40,8 @@ def run(
 
     screen = console()
     say(f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}")
-    shown = partial(_table, controller, SHOWN, screen.width)
-    live = Live(get_renderable=shown, console=screen, refresh_per_second=1, transient=True)
+    render = partial(_table, controller, SHOWN, screen.width)
+    live = Live(get_renderable=render, console=screen, refresh_per_second=1, transient=True)
     with live if screen.is_terminal else nullcontext():
         for outcome in controller.run(build_trial, jobs, check_trial):
             value = controller.objective.value(outcome.folder)
@@ -50,10 +50,10 @@ def run(
             say(f"{outcome.trial.name}: {text}")
     screen.print(_table(controller, len(controller.trials), screen.width))
     if (best := controller.best()) is not None:
-        settings, of_one, value = best
-        named = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
-        mean = f"mean of {len(of_one)} seeds " if len(of_one) > 1 else ""
-        say(f"best: {named}; {controller.label}: {mean}{value:.4g}")
+        settings, trials, value = best
+        description = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
+        mean = f"mean of {len(trials)} seeds " if len(trials) > 1 else ""
+        say(f"best: {description}; {controller.label}: {mean}{value:.4g}")
         for doubt in controller.doubts():
             say(f"  {doubt}")
         say(f"its config: {controller.folder / 'best.yaml'}")
@@ -69,12 +69,12 @@ def run(
         raise UserError(f"metric.name = {controller.objective.name}: no run has measured it; choose from {measured}")
 
 
-def _table(controller: Controller, most: int, width: int) -> Group:
+def _table(controller: Controller, limit: int, width: int) -> Group:
     """The trials, those that run first."""
     keys = [*dict.fromkeys(key for trial in controller.trials for key in trial.settings)]
     states = [(trial, *controller.state(trial)) for trial in controller.trials]
     order = ("running", "failed", "finished", "waiting")
-    shown = states if len(states) <= most else sorted(states, key=lambda row: order.index(row[1]))[:most]
+    shown = states if len(states) <= limit else sorted(states, key=lambda row: order.index(row[1]))[:limit]
     rows = [
         [
             *(escape(short(trial.settings.get(key, ""))) for key in keys),
@@ -85,5 +85,5 @@ def _table(controller: Controller, most: int, width: int) -> Group:
         for trial, state, done, value in shown
     ]
     heads = [*(key.rpartition(".")[2] for key in keys), "state", "round", controller.label]
-    caption = f"and {len(states) - most} more" if len(states) > most else None
+    caption = f"and {len(states) - limit} more" if len(states) > limit else None
     return Group(*fitting(filled(heads, rows, len(keys) + 1, box=None, caption=caption), width, len(keys) or 1))

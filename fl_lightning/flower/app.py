@@ -44,8 +44,8 @@ def client_app(run: Callable[[], Run]) -> ClientApp:
         try:
             request = unpacked(message.content)
             folder, name = config.get("state-folder"), Path(str(request.values["round"]["run"])).name.lstrip(".")
-            kept = Records(context.state) if folder is None else Folder(Path(str(folder)).expanduser() / name)
-            reply = Node(run(), int(config.get("partition-id", 0))).answer(request, kept)
+            states = Records(context.state) if folder is None else Folder(Path(str(folder)).expanduser() / name)
+            reply = Node(run(), int(config.get("partition-id", 0))).answer(request, states)
         except UserError as error:
             return flwr.app.Message(flwr.app.Error(FAILED, str(error)), reply_to=message)
         return flwr.app.Message(packed(reply), reply_to=message)
@@ -155,16 +155,16 @@ class GridSend:
             node = reply.metadata.src_node_id
             if reply.has_content():
                 number: object = reply.content.config_records.get("node", {}).get("number")
-                what = f"its number is {number!r:.20}"
+                problem = f"its number is {number!r:.20}"
             elif reply.error.code == FAILED:
-                number, what = None, folded(reply.error.reason, 200)
+                number, problem = None, folded(reply.error.reason, 200)
             else:
                 continue
             if type(number) is int and number >= 0:
                 numbers[node] = number
             else:
                 numbers[node] = -1
-                print(f"Flower's node {node}: {what}; it trains no clients (give partition-id a number from 0 on)")
+                print(f"Flower's node {node}: {problem}; it trains no clients (give partition-id a number from 0 on)")
         return numbers
 
 

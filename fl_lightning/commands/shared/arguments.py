@@ -194,13 +194,13 @@ def _appended_once(config: Mapping[str, Any], args: Sequence[str]) -> list[str]:
 
     So the arguments that have begun a run also continue it.
     """
-    again: dict[str, list[Any]] = {}
+    appended: dict[str, list[Any]] = {}
     for key, value in (re.split(r"\+=", arg, maxsplit=1) for arg in args if re.match(r"--[\w.]+\+=", arg)):
         with suppress(yaml.YAMLError):  # which the parser names
             added = load_yaml(_yaml(value))
-            again.setdefault(key, []).extend(map(_class_or_value, added if isinstance(added, list) else [added]))
+            appended.setdefault(key, []).extend(map(_class_or_value, added if isinstance(added, list) else [added]))
     options = []
-    for key, names in again.items():
+    for key, names in appended.items():
         entries = setting_of(config, key.removeprefix("--"))
         remaining = [entry for entry in entries or () if _class_or_value(entry) not in names]
         if isinstance(entries, list) and len(remaining) < len(entries):
@@ -303,7 +303,7 @@ def find_config(name: str, key: str = "config") -> Path:
     if short in names:
         return configs_folder() / f"{short}{SUFFIX}"
     ensure(not Path(name).is_dir(), f"{key} = {name}: a folder; give a config of it, such as config.yaml")
-    ends = [known for known in names if known.endswith(f"/{short.rpartition('/')[2]}")]
-    near = ends or similar(short, names, cutoff=0.5)
+    matches = [known for known in names if known.endswith(f"/{short.rpartition('/')[2]}")]
+    near = matches or similar(short, names, cutoff=0.5)
     hint = f"did you mean {', '.join(near[:4])}?" if near else "`fl-lightning configs` lists the names"
     raise UserError(f"{key} = {name}: no such file or config; {hint}")

@@ -270,14 +270,14 @@ def import_problem(name: str) -> str:
         at: Any = error if isinstance(error, SyntaxError) else frames[-1]
         return f"{at.filename}, line {at.lineno}: {type(error).__name__}: {folded(getattr(error, 'msg', error), MOST)}"
     classes = [attribute for attribute in dir(imported) if attribute[:1].isupper()]
-    has = f"; it has {', '.join(similar(wanted, classes) or classes[:5])}" if classes else ""
-    return f"module '{module}' has no attribute '{wanted}'{has}"
+    hint = f"; it has {', '.join(similar(wanted, classes) or classes[:5])}" if classes else ""
+    return f"module '{module}' has no attribute '{wanted}'{hint}"
 
 
-def given_value(message: str, which: int = -1) -> Any:
+def given_value(message: str, position: int = -1) -> Any:
     """Returns one of the values that the parser shows, the last of which is the outermost; None if it shows none."""
     try:
-        return ast.literal_eval(re.findall(r"Given value: (.*)", message)[which])
+        return ast.literal_eval(re.findall(r"Given value: (.*)", message)[position])
     except (IndexError, SyntaxError, ValueError):
         return None
 

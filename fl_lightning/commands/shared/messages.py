@@ -112,9 +112,9 @@ class _Refusal:
 
 def _unreadable_config(refusal: _Refusal, match: re.Match[str]) -> str:
     words = re.sub(r"Problems parsing config:|(?<= )in \"<\w+ string>\",|: *\Z", "", refusal.message)
-    what = folded(words, MOST)
-    remedy = "" if "; " in what else "; give YAML with model, data and trainer"
-    return f"config = {' or '.join(refusal.configs)}: {what}{remedy}"
+    problem = folded(words, MOST)
+    remedy = "" if "; " in problem else "; give YAML with model, data and trainer"
+    return f"config = {' or '.join(refusal.configs)}: {problem}{remedy}"
 
 
 def _callback_of_lightning(refusal: _Refusal, match: re.Match[str]) -> str | None:
@@ -124,7 +124,10 @@ def _callback_of_lightning(refusal: _Refusal, match: re.Match[str]) -> str | Non
     names = re.findall(r"\b(lightning\.pytorch|pytorch_lightning)\.callbacks\.(?:[a-z_]+\.)?([A-Z]\w*)", text)
     theirs = import_module("lightning.pytorch.callbacks")
     ours = ("lightning.pytorch", "EarlyStopping")
-    return next((callback_of_lightning(n) for at, n in names if hasattr(theirs, n) and (at, n) != ours), None)
+    return next(
+        (callback_of_lightning(name) for package, name in names if hasattr(theirs, name) and (package, name) != ours),
+        None,
+    )
 
 
 def _form_of_a_class(refusal: _Refusal, match: re.Match[str]) -> str | None:
@@ -233,8 +236,8 @@ def _of_no_class(path: str, name: str, value: str) -> str:
     kinds = [kind for kind in fitting if name in setting_names(kind)]
     if path == "data":
         return f"{prefix}give its class first: --{path} {[*kinds, *fitting][0]}; --config, if there is one, goes first"
-    alone = f"{path} has no settings of its own; give --{path} VALUE"
-    return prefix + (f"give its class first: --{path} {kinds[0]}" if kinds else alone)
+    fallback = f"{path} has no settings of its own; give --{path} VALUE"
+    return prefix + (f"give its class first: --{path} {kinds[0]}" if kinds else fallback)
 
 
 def _raised_by_a_class(path: str, message: str, errors: Sequence[str]) -> str:
@@ -248,8 +251,8 @@ def _raised_by_a_class(path: str, message: str, errors: Sequence[str]) -> str:
         early = "; --config, if there is one, goes first" if "NestedArg(key=" in message else ""
         remedy = remedy or f"give its class by name or dotted path{early}"
         return f"{path} = {value:.60}: no {kind[1] or 'class'}; {remedy}"
-    what = re.sub(r"^'[^']*'$", r"KeyError: \g<0>", folded(errors[-1], MOST))
-    return what if re.match(r"[\w.]+ = ", what) and not path else f"{path or 'model, data or trainer'}: {what}"
+    problem = re.sub(r"^'[^']*'$", r"KeyError: \g<0>", folded(errors[-1], MOST))
+    return problem if re.match(r"[\w.]+ = ", problem) and not path else f"{path or 'model, data or trainer'}: {problem}"
 
 
 RULES: tuple[tuple[str, Callable[[_Refusal, re.Match[str]], str | None]], ...] = (
@@ -325,7 +328,7 @@ def _classless(path: str, message: str) -> str | None:
 
 def _places(command: str, names: str) -> str:
     """Returns what a subcommand's help says of some of its arguments that go by their place."""
-    shown = help_of(command)
-    texts = [first_of(rf"^  {name.upper()}\s+(\S[^(]*)\.\s+\(", shown) for name in names.split(", ")]
+    help_text = help_of(command)
+    texts = [first_of(rf"^  {name.upper()}\s+(\S[^(]*)\.\s+\(", help_text) for name in names.split(", ")]
     descriptions = [f"{text[:1].lower()}{text[1:]}" for text in map(folded, texts) if text]
     return f"give {'; '.join(descriptions)}; " if descriptions else ""

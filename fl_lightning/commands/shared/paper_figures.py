@@ -216,11 +216,11 @@ def _cost(figure: PaperFigure, runs: Made, folder: Path) -> Figure:
             )
             lines.setdefault(label, []).extend([(passes[-1], [bits[-1] / 8e9])] if reached else [])
     most = max(map(len, lines.values()))
-    shown = {
+    labelled = {
         text if len(points) == most else f"{text} ({most - len(points)} not reached)": points
         for text, points in lines.items()
     }
-    return plot_lines({"forward and backward passes of all clients": shown}, "communication (GB)")
+    return plot_lines({"forward and backward passes of all clients": labelled}, "communication (GB)")
 
 
 def _corruptions(figure: PaperFigure, runs: Mapping[str, Sequence[Path]]) -> Figure:

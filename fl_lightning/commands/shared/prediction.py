@@ -144,9 +144,9 @@ class Measured:
             steps: Local steps of each client of some of its cohorts.
             world: Its number of processes.
         """
-        clock, engine, never = self.clock, self.run.engine_name, trainer.max_rounds - rounds
+        clock, engine, skipped = self.clock, self.run.engine_name, trainer.max_rounds - rounds
         busiest = fmean(makespan(cohort, world, engine, trainer.client_block) for cohort in steps)
-        evaluations = due(rounds, trainer.eval_every, max(1, trainer.eval_last - never))
+        evaluations = due(rounds, trainer.eval_every, max(1, trainer.eval_last - skipped))
         first = sum(max(0.0, laps[1] - clock.mean(name)) for name, laps in clock.seconds.items())
         parts: Seconds = {
             "first round, once more": (1, first),
@@ -321,11 +321,11 @@ def ahead(run: Run) -> Iterator[Ahead]:
     settings, data, timing, phases = run.settings, run.data, run.timing, range(run.objective.phases)
     steps = cache(lambda k: settings.asked(data, k))
     wire = [run.contract[phase].bits for phase in phases]
-    spent, saved = dict[str, float](), dict[str, Any]()
+    metrics, saved = dict[str, float](), dict[str, Any]()
     for t in range(run.max_rounds):
         if settings.asynchronous is not None and timing is not None:
             flight = Flight(run, settings.asynchronous, timing, t, saved)
-            saved, spent, late = flight.after(State({})), flight.metrics(), len(flight.failed["late"])
+            saved, metrics, late = flight.after(State({})), flight.metrics(), len(flight.failed["late"])
             clients = [task.client for task in flight.arrived]
             first, numbers = [steps(k) for k in clients], [(flight.started, len(clients))]
         else:
@@ -339,10 +339,10 @@ def ahead(run: Run) -> Iterator[Ahead]:
                 [(attendance.receivers, len(attendance.steps)) for attendance in attendances],
             )
             late = sum(len(attendance.late) for attendance in attendances)
-            spent = {} if timing is None else timing.metrics(spent, attendances)
+            metrics = {} if timing is None else timing.metrics(metrics, attendances)
         bits = sum(n * size for pair in zip(numbers, wire, strict=True) for n, size in zip(*pair, strict=True))
-        yield Ahead(clients, first, late, bits, spent.get("clock/time_s", 0.0))
-        if timing is not None and spent["clock/time_s"] >= timing.clock.max_time_s:
+        yield Ahead(clients, first, late, bits, metrics.get("clock/time_s", 0.0))
+        if timing is not None and metrics["clock/time_s"] >= timing.clock.max_time_s:
             return
 
 
