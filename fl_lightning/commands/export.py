@@ -48,7 +48,7 @@ def _is_export(path: Path) -> bool:
     """Returns whether a file holds a state_dict, and nothing that a run has marked as its own."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # torch's own depend on what the file holds
+    except Exception:  # torch's exceptions depend on what the file holds
         return False
     plain = isinstance(content, dict) and all(isinstance(value, torch.Tensor) for value in content.values())
     return plain and files.fault(path) == files.UNMARKED

@@ -51,9 +51,9 @@ def main(args: Sequence[str] | None = None) -> None:
         except ValueError as error:  # a subcommand that is newer than the index
             sys.exit(f"error: {error}")
         sys.exit(0)
-    if sys.stdout is None:  # closed
+    if sys.stdout is None:  # it is closed
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if isinstance(sys.stdout, TextIOWrapper):  # a name may have letters that the terminal does not, or be no text
+    if isinstance(sys.stdout, TextIOWrapper):  # a name may have letters that the terminal lacks, or be no text
         sys.stdout.reconfigure(errors="backslashreplace")
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
     try:

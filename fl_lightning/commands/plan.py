@@ -23,7 +23,7 @@ from fl_lightning.results import filled, say, show_table
 from fl_lightning.trainer import program
 
 MOST = 1_000_000
-"""Rounds of a run that a plan goes through."""
+"""Maximum number of rounds of a run that a plan goes through."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Planned:
 
     @property
     def cohort(self) -> int:
-        """Clients of a round; each, without rounds."""
+        """Clients of a round; all of them, without rounds."""
         trainer, m = self.made.trainer, self.made.data.num_clients
         return m if self.task.recipe.command == "centralized" else len(trainer.sampler(0, m, trainer.seed))
 
@@ -265,7 +265,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], options: _H
 
     Args:
         planned: For each task, the folders of its runs that have not ended; None for those that have not begun.
-        options: How they are made.
+        options: How the runs are made.
     """
     measured: dict[tuple[str, str], tuple[FederatedDataModule, prediction.Step] | None] = {}
     seconds, rows, memory = list[float](), [], 0
@@ -321,12 +321,12 @@ def _measured(plan: Planned, options: _How) -> tuple[FederatedDataModule, predic
 def _plan(tasks: Sequence[Task], options: _How) -> Iterator[Planned]:
     """Builds a run of each task, so that no setting is wrong when they start; a dry run downloads nothing.
 
-    To parse arguments and to make a net takes longer than all else, so each is done once of what several tasks share.
+    To parse arguments and to make a net takes longer than all else, so each is done once for what several tasks share.
     """
     cli, nets = FederatedCLI("fit", *tasks[0].whole), dict[str, Module]()
     configs, parts = dict[str, dict[str, Any]](), dict[tuple[str, str], Any]()
     for task in tasks:
-        # parsed, and not built, which may need what the user's settings replace; no column has a number of rounds
+        # it is only parsed: to build it may need what the user's settings replace; no column has a number of rounds
         args = prepare([arg for arg in task.whole if arg not in task.recipe.column])
         if (key := said_of(args, "trainer", "model")) not in configs:
             cli.parse_arguments(cli.parser, args)

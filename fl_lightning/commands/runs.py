@@ -27,9 +27,9 @@ from fl_lightning.results import (
 from fl_lightning.trainer.storage.run_folder import in_use
 
 STARTED = "provenance.json"
-"""Every run folder has it from the start."""
+"""The file that every run folder has from the start."""
 SECONDS = 2.0
-"""Between two looks at runs that train."""
+"""Seconds between two looks at runs that train."""
 
 
 @dataclass(frozen=True)

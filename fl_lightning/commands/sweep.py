@@ -17,7 +17,7 @@ from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import complain, last_metrics, short
 
 SHOWN = 30
-"""Trials of the live table."""
+"""Maximum number of trials in the live table."""
 
 
 @checked
@@ -70,7 +70,7 @@ def run(
 
 
 def _table(controller: Controller, limit: int, width: int) -> Group:
-    """The trials, those that run first."""
+    """Returns the table of the trials, those that run first."""
     keys = [*dict.fromkeys(key for trial in controller.trials for key in trial.settings)]
     states = [(trial, *controller.state(trial)) for trial in controller.trials]
     order = ("running", "failed", "finished", "waiting")

@@ -148,7 +148,7 @@ class GridSend:
         return {number: node for node, number in reversed(self._numbers.items()) if number >= 0}
 
     def _answers(self, nodes: set[int]) -> dict[int, int]:
-        """Returns the numbers of nodes; of one whose answer holds none, -1 after a line."""
+        """Returns the numbers of nodes; for one whose answer holds none it prints a line, and returns -1."""
         queries = [flwr.app.Message(RecordDict(), node, "query") for node in nodes]
         numbers = {}
         for reply in self.grid.send_and_receive(queries, timeout=min(self.wait, QUERY)) if queries else ():

@@ -222,7 +222,7 @@ class RemoteEngine(Engine):
         )
 
     def _check(self, jobs: Sequence[Job], replies: int, failed: Mapping[int, UserError]) -> None:
-        """Checks that enough clients have replied, and prints which nodes are lost, or are there again, since then.
+        """Checks that enough clients have replied, and prints which nodes are newly lost, or are back.
 
         Raises:
             UserError: If they have not.

@@ -123,7 +123,7 @@ def said_of(args: Sequence[str], *parts: str) -> str:
 
 @cache
 def settings_in(config: Path) -> dict[str, Any]:
-    """Returns the settings in a config; nothing of a file without a mapping."""
+    """Returns the settings in a config; none for a file without a mapping."""
     content = load_yaml(config.read_text(encoding="utf-8"))
     return content if isinstance(content, dict) else {}
 
@@ -132,8 +132,8 @@ def kept(config_model: Mapping[str, Any], run_model: Mapping[str, Any]) -> list[
     """Returns the settings of a config's model that another algorithm in its place still has.
 
     Args:
-        config_model: The config's, by `model_of_configs`.
-        run_model: The run's.
+        config_model: The model of the config, by `model_of_configs`.
+        run_model: The model of the run.
     """
     if not config_model or _class_or_value(config_model) == _class_or_value(run_model):
         return []
@@ -196,7 +196,7 @@ def _appended_once(config: Mapping[str, Any], args: Sequence[str]) -> list[str]:
     """
     appended: dict[str, list[Any]] = {}
     for key, value in (re.split(r"\+=", arg, maxsplit=1) for arg in args if re.match(r"--[\w.]+\+=", arg)):
-        with suppress(yaml.YAMLError):  # which the parser names
+        with suppress(yaml.YAMLError):  # the parser names the mistake
             added = load_yaml(_yaml(value))
             appended.setdefault(key, []).extend(map(_class_or_value, added if isinstance(added, list) else [added]))
     options = []
@@ -228,7 +228,7 @@ def _readable(arg: str) -> str:
 
 def _loadable(config: Path) -> Path:
     """Refuses the config of a run that a program has made of objects that no config can name."""
-    with suppress(yaml.YAMLError):  # which the parser names
+    with suppress(yaml.YAMLError):  # the parser names the mistake
         _check_names(f"config = {config}", settings_in(config), settings=True)
     unnamed = only_python(settings_in(config)) if ONLY_PYTHON.search(config.read_text(encoding="utf-8")) else {}
     for key, text in unnamed.items():
@@ -266,7 +266,7 @@ def _yaml(value: str) -> str:
     try:
         return json.dumps(ast.literal_eval(value))
     except (ValueError, SyntaxError, TypeError):
-        return value  # YAML already
+        return value  # it is YAML already
 
 
 SUFFIX = ".yaml"

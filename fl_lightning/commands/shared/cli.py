@@ -99,7 +99,7 @@ class _Config(ActionConfigFile):
 
     def __call__(self, parser: Any, settings: Namespace, file: str, *more: Any) -> None:  # type: ignore[override]
         """Adds the settings in a config to those before."""
-        with suppress(yaml.YAMLError):  # which the parser names
+        with suppress(yaml.YAMLError):  # the parser names the mistake
             _empty_lists(settings, settings_in(Path(file)) if Path(file).is_file() else {})
         super().__call__(parser, settings, file, *more)  # type: ignore[no-untyped-call]
 
@@ -142,7 +142,7 @@ class FederatedParser(Parser, LightningArgumentParser):
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Returns the help: types in words, and of a setting's classes those of this package that fit its key."""
         text = super(Parser, self).format_help(*args, **kwargs)
-        text = re.sub(r"\Ausage: fl-lightning --.*?\n\n", "", text, flags=re.DOTALL)  # of a class: its usage is none
+        text = re.sub(r"\Ausage: fl-lightning --.*?\n\n", "", text, flags=re.DOTALL)  # the help of a class has none
         return readable(re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text))
 
 

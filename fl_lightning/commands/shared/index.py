@@ -126,7 +126,7 @@ def fitting_classes(path: str, bases: Collection[str]) -> list[str]:
     """
     classes = index()["classes"]
     with_key = [name for name, kind in classes.items() if kind["key"].partition(":")[0] == path]
-    # a base without settings, such as Ascent, and an abstract one are none of its members
+    # a base without settings, such as Ascent, or an abstract one is not among its members
     roots = [name for name, kind in classes.items() if not kind["settings"] or "abstract" in kind]
     members = {name: {*([] if name in roots else [name]), *kind["bases"]} for name, kind in classes.items()}
     subclasses = [name for name in members if {*bases} & members[name]]
@@ -149,7 +149,7 @@ FOREIGN = {
 }
 """How classes of other packages are named, by the key of the setting."""
 MOST = 300
-"""Letters of the parser's own words that a message shows."""
+"""Maximum number of letters of the parser's own words in a message."""
 
 
 class ArgumentsError(Exception):
@@ -209,7 +209,7 @@ def meant(wrong_key: str) -> list[str]:
     above, _, leaf = wrong_key.replace("-", "_").casefold().rpartition(".")
     leaf = SYNONYMS.get(leaf, leaf)
     keys = [leaf] if "." in leaf else keys_of(leaf)
-    if not keys and len(leaf) > 2:  # those beside it that contain the word
+    if not keys and len(leaf) > 2:  # keys beside it count if they contain the word
         beside = (key for name in setting_names() if leaf in name for key in keys_of(name))
         keys = sorted(key for key in beside if above and key.rpartition(".")[0] == above)
     if slip := not keys:

@@ -24,7 +24,7 @@ from fl_lightning.trainer.storage import checkpoint
 
 V = TypeVar("V", bound=Values)
 Step = Callable[[int, int, str], None]
-"""Called with the number done, the total, and a description of what comes next."""
+"""Reports progress: the number done, the total, and a description of what comes next."""
 
 
 @contextmanager

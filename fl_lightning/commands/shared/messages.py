@@ -61,7 +61,7 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         file = "a file" if error.filename is None else repr(os.fsdecode(error.filename))
         return f"{file}: {error.strerror or error}; check this file or folder"
     message = str(error)
-    # what jsonargparse raises while it builds the classes
+    # the latter is what jsonargparse raises while it builds the classes
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
         return None
     # where several classes are tried, only those that know the option count, and each of them once
@@ -241,7 +241,7 @@ def _of_no_class(path: str, name: str, value: str) -> str:
 
 
 def _raised_by_a_class(path: str, message: str, errors: Sequence[str]) -> str:
-    # others were tried, too
+    # other classes were tried, too
     errors = [line for line in errors if re.match(r"(trainer|model|data)\.[\w.]+ = ", line)] or errors
     tried = (re.search(r"subclass of (\w+)|is not iterable", line) for line in errors)
     if kind := next(filter(None, tried), None):

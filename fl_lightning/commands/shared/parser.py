@@ -207,9 +207,9 @@ def _lists(args: Sequence[str], parameters: Mapping[str, inspect.Parameter]) -> 
 
 
 DOTTED = re.compile(r"(?<![\w./])(?!fl_lightning\.)[A-Za-z_]\w*\.[A-Za-z_]")
-"""Is found in the dotted path of a class that is not the package's; its module may define further classes."""
+"""The pattern of a dotted path of a class that is not the package's; its module may define further classes."""
 BY_PARSER = re.compile(r"class_path|init_args|dict_kwargs|\.help$|^(trainer|h|help)$")
-"""Is found in the name of an option that only the parser understands."""
+"""The pattern of names of options that only the parser understands."""
 BY_PARSER_ALONE = (
     OSError, ValueError, AttributeError, RecursionError, NoValueError, yaml.constructor.ConstructorError
 )  # fmt: skip
@@ -323,7 +323,7 @@ def add_options(parser: argparse.ArgumentParser, command: str, words: Sequence[s
 def _add(parser: argparse.ArgumentParser, name: str, values: Sequence[str], nargs: Any = None) -> None:
     action: Any = parser.add_argument(f"--{name}", nargs=nargs)
     if name == "config":
-        from argcomplete.completers import FilesCompleter  # which completes, so it is there
+        from argcomplete.completers import FilesCompleter  # it completes, so it is installed
 
         action.completer = lambda prefix, **_: [*config_names(), *FilesCompleter()(prefix)]
     elif values:
