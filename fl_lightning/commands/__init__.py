@@ -52,5 +52,5 @@ PLACES = {
 def function_of(command: str) -> Callable[..., Any]:
     """Returns the function of a subcommand."""
     module, _, name = PLACES.get(command, f"{command}.run").partition(".")
-    found: Callable[..., Any] = getattr(import_module(f"{__name__}.{module}"), name)
-    return found
+    function: Callable[..., Any] = getattr(import_module(f"{__name__}.{module}"), name)
+    return function

@@ -62,8 +62,8 @@ def run(
         if chosen and pivoted is None and settings is None:
             heads = [*keys, "seeds", *(column.head for column in chosen)]
             lines = [
-                [*own, str(len(group.runs)), *(table.cell(group, column, groups, BEST) for column in chosen)]
-                for group, own in zip(groups, labels, strict=True)
+                [*label, str(len(group.runs)), *(table.cell(group, column, groups, BEST) for column in chosen)]
+                for group, label in zip(groups, labels, strict=True)
             ]
             show_table(filled(heads, lines, len(keys), title=title), len(keys))
     if pivoted is not None:
@@ -72,7 +72,7 @@ def run(
         say(pivoted.best)
     if settings is not None:
         ranked, about = settings.importances
-        texts = [map(escape, each.text()) for each in ranked]
+        texts = [map(escape, entry.text()) for entry in ranked]
         show_table(filled(varied.HEAD, texts, title=f"importance for {settings.metric}"))
         say(about)
     say_left_out(groups)

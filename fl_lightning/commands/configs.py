@@ -31,10 +31,10 @@ def _description(name: str) -> str:
 
 def algorithms() -> None:
     """Prints the algorithms as a table."""
-    found = index.index()["algorithms"]
-    show_table(filled(found["heads"], found["rows"], len(found["heads"]), box=None))
+    table = index.index()["algorithms"]
+    show_table(filled(table["heads"], table["rows"], len(table["heads"]), box=None))
     print()
-    note = f"{found['note']} `ascent`, `server_update` and `averaging` combine with all that have none of their own."
+    note = f"{table['note']} `ascent`, `server_update` and `averaging` combine with all that have none of their own."
     console().print(note, markup=False, highlight=False)
 
 

@@ -38,9 +38,9 @@ def evaluate_corruptions(
 def means(rows: Sequence[Accuracy]) -> dict[str, float]:
     """Returns the accuracy on the clean test set, and its mean over corruptions, by severity and over all."""
     ordered = sorted(rows, key=lambda row: row.severity)
-    found = grouped((f"severity {row.severity}" if row.severity else CLEAN, row.acc) for row in ordered)
-    found["all"] = [row.acc for row in rows if row.severity]
-    return {name: average(values) for name, values in found.items() if values}
+    by_severity = grouped((f"severity {row.severity}" if row.severity else CLEAN, row.acc) for row in ordered)
+    by_severity["all"] = [row.acc for row in rows if row.severity]
+    return {name: average(values) for name, values in by_severity.items() if values}
 
 
 def run(
@@ -64,18 +64,18 @@ def run(
         out: Folder of the results; by default that of the checkpoint's run, or the working folder.
     """
     restored = trainer.load(model, data, ckpt_path)
-    home = make_folder(out or ("." if restored.checkpoint is None else restored.checkpoint.parents[1]))
+    target = make_folder(out or ("." if restored.checkpoint is None else restored.checkpoint.parents[1]))
     rows = [
         *evaluate_corruptions(
             lambda batches: restored.evaluate_batches(batches)["acc"], data, folder, dtype=restored.dtype
         )
     ]
     if trainer.fabric.is_global_zero:
-        number = number_of(home, "corruptions.csv")
-        write_table(home / f"corruptions{number}.csv", Accuracy._fields, rows)
+        number = number_of(target, "corruptions.csv")
+        write_table(target / f"corruptions{number}.csv", Accuracy._fields, rows)
         label = restored.name if restored.checkpoint is None else labels_of([restored.checkpoint])[0]
-        save_figures(restored, home, {"corruptions": lambda: plot_corruptions({label: rows})}, number, "")
+        save_figures(restored, target, {"corruptions": lambda: plot_corruptions({label: rows})}, number, "")
         for name, value in means(rows).items():
             say(f"{name} {value:.4f}")
-        say(f"results: {home / f'corruptions{number}.csv'}")
+        say(f"results: {target / f'corruptions{number}.csv'}")
     return rows

@@ -32,9 +32,9 @@ def run(ckpt: str, out: str, /, client: int | None = None) -> None:
         not target.is_file() or _is_export(target),
         f"out = {out}: a file that no export has written; give the path of a new file",
     )
-    given = Path(ckpt)
+    path = Path(ckpt)
     ensure(
-        client is None or not is_private(config_of(given if given.is_dir() else given.parent.parent)),
+        client is None or not is_private(config_of(path if path.is_dir() else path.parent.parent)),
         f"client = {client}: a client's own model is not private, and this run is one under trainer.privacy; leave "
         "it out, or take it from fl_lightning.load_net, which writes no file",
     )
@@ -47,10 +47,10 @@ def run(ckpt: str, out: str, /, client: int | None = None) -> None:
 def _is_export(path: Path) -> bool:
     """Returns whether a file holds a state_dict, and nothing that a run has marked as its own."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # torch's own depend on what the file holds
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # torch's exceptions depend on what the file holds
         return False
-    plain = isinstance(found, dict) and all(isinstance(value, torch.Tensor) for value in found.values())
+    plain = isinstance(content, dict) and all(isinstance(value, torch.Tensor) for value in content.values())
     return plain and files.fault(path) == files.UNMARKED
 
 
@@ -82,18 +82,18 @@ def load_net(run_folder: str | Path, client: int | None = None) -> nn.Module:
     )
     weights = checkpoint.state_dict(path)
     with torch.random.fork_rng(devices=[]):
-        made = FederatedCLI("test", "--config", str(config), *HERE).build()
+        objects = FederatedCLI("test", "--config", str(config), *HERE).build()
         if client is None:
-            made.model.check_global_model("export; give --client k")
-        reset = made.model.net_buffers is not None and made.model.net_buffers.policy == "reset"
+            objects.model.check_global_model("export; give --client k")
+        reset = objects.model.net_buffers is not None and objects.model.net_buffers.policy == "reset"
         if reset or client is not None:
-            with made.trainer.environment():
-                loaded = made.trainer.load(made.model, made.data, str(path), clients=client is not None)
-                loaded.load_statistics(loaded.global_model)
+            with objects.trainer.environment():
+                run = objects.trainer.load(objects.model, objects.data, str(path), clients=client is not None)
+                run.load_statistics(run.global_model)
                 if client is not None:
-                    _load_own(loaded, client)
-            weights |= made.model.net.state_dict()
-    net: nn.Module = made.model.net
+                    _load_own(run, client)
+            weights |= objects.model.net.state_dict()
+    net: nn.Module = objects.model.net
     ensure(
         weights.keys() == net.state_dict().keys(),
         f"ckpt = {path}: its weights are not those of the net in {config}; restore both",

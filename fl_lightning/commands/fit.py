@@ -37,23 +37,25 @@ def run(
         seeds: Values of trainer.seed, such as 0,1,2: a run for each, in a folder of its own.
         values: Values of another setting, such as model.rho=0.02,0.05; several times, a grid of them.
     """
-    made, grid = cli.build(), _grid(seeds, values or [])
+    objects, grid = cli.build(), _grid(seeds, values or [])
     if not grid:
-        with made.trainer.environment():
-            made.trainer.fit(made.model, made.data, to_continue(made.trainer, made.model, made.data, ckpt_path))
+        with objects.trainer.environment():
+            objects.trainer.fit(
+                objects.model, objects.data, to_continue(objects.trainer, objects.model, objects.data, ckpt_path)
+            )
         return
     require(ckpt_path in (None, "last"), "ckpt_path", ckpt_path, "several runs continue with last")
-    check_alone(made.trainer.fabric.world_size)
-    name = made.trainer.run_name(made.model, made.data)
+    check_alone(objects.trainer.fabric.world_size)
+    name = objects.trainer.run_name(objects.model, objects.data)
     args = without(cli.args, "seeds", "values", "ckpt_path", "trainer.name", "trainer.default_root_dir")
-    asked = [
-        Trial(f"{name}/{name_of(own)}", (*args, *(f"--{key}={value}" for key, value in own.items())), "fit", own)
-        for own in combinations(grid)
+    trials = [
+        Trial(f"{name}/{name_of(point)}", (*args, *(f"--{key}={value}" for key, value in point.items())), "fit", point)
+        for point in combinations(grid)
     ]
-    for trial in asked:
+    for trial in trials:
         check_trial(trial)
-    root = made.trainer.default_root_dir
-    _show([*run_trials(asked, root, build_trial, resume=ckpt_path == "last", check=check_trial)])
+    root = objects.trainer.default_root_dir
+    _show([*run_trials(trials, root, build_trial, resume=ckpt_path == "last", check=check_trial)])
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
@@ -62,42 +64,42 @@ def _show(outcomes: Sequence[Outcome]) -> None:
     Raises:
         UserError: If a trial failed.
     """
-    metrics = {o.trial.name: last_metrics(o.folder) for o in outcomes}
-    names = shown(dict.fromkeys(name for found in metrics.values() for name in found))
-    keys = list(dict.fromkeys(key for o in outcomes for key in o.trial.settings))
+    metrics = {outcome.trial.name: last_metrics(outcome.folder) for outcome in outcomes}
+    names = shown(dict.fromkeys(name for last in metrics.values() for name in last))
+    keys = list(dict.fromkeys(key for outcome in outcomes for key in outcome.trial.settings))
     heads, rows = [*(key.rpartition(".")[2] for key in keys), *map(title, names)], []
-    for o in outcomes:
-        cells, found = [escape(short(o.trial.settings.get(key, ""))) for key in keys], metrics[o.trial.name]
-        if o.error:
+    for outcome in outcomes:
+        cells, last = [escape(short(outcome.trial.settings.get(key, ""))) for key in keys], metrics[outcome.trial.name]
+        if outcome.error:
             cells[-1] += " (broke off)"
-        rows.append([*cells, *(f"{found[name]:.4f}" if name in found else "" for name in names)])
-    whole = [metrics[o.trial.name] for o in outcomes if not o.error]
-    if len(whole) > 1 and keys == ["trainer.seed"]:
-        values = [[found[name] for found in whole if name in found] for name in names]
+        rows.append([*cells, *(f"{last[name]:.4f}" if name in last else "" for name in names)])
+    finished = [metrics[outcome.trial.name] for outcome in outcomes if not outcome.error]
+    if len(finished) > 1 and keys == ["trainer.seed"]:
+        values = [[last[name] for last in finished if name in last] for name in names]
         means = [f"{average(v):.4f} ± {deviation(v):.4f}" if len(v) > 1 else "" for v in values]
         rows.append(["mean ± sd", *means])
     show_table(filled(heads, rows, len(heads), title=f"{len(outcomes)} runs"), len(keys) or 1)
-    for folder in filter(None, (o.folder for o in outcomes)):
+    for folder in filter(None, (outcome.folder for outcome in outcomes)):
         say(f"results: {folder}")
     complain(outcomes)
 
 
 def _grid(seeds: str | None, values: list[str]) -> dict[str, list[Any]]:
     """Returns the values to try, by the key of their setting."""
-    found: dict[str, list[Any]] = {}
-    for given in values:
-        key, equals, listed = given.partition("=")
-        require(bool(equals), "values", given, "give a setting and its values, as in model.rho=0.02,0.05")
-        require(key not in found, "values", given, f"{key} is there twice; give all its values at once")
-        require(key not in PLACE, "values", given, NAMED)
-        found[key] = each = re.split(r",(?![^\[{]*[]}])", listed)  # a value may be a list: [1],[2]
-        several = len(each) > 1 or not listed.startswith("[")
-        require(several, "values", given, "list them without brackets, as in model.rho=0.02,0.05")
-        require(all(each) and len(set(each)) == len(each), "values", listed, "give different values, such as 0,1,2")
+    grid: dict[str, list[Any]] = {}
+    for axis in values:
+        key, equals, listed = axis.partition("=")
+        require(bool(equals), "values", axis, "give a setting and its values, as in model.rho=0.02,0.05")
+        require(key not in grid, "values", axis, f"{key} is there twice; give all its values at once")
+        require(key not in PLACE, "values", axis, NAMED)
+        grid[key] = texts = re.split(r",(?![^\[{]*[]}])", listed)  # a value may be a list: [1],[2]
+        several = len(texts) > 1 or not listed.startswith("[")
+        require(several, "values", axis, "list them without brackets, as in model.rho=0.02,0.05")
+        require(all(texts) and len(set(texts)) == len(texts), "values", listed, "give different values, such as 0,1,2")
     if seeds is not None:
-        require("trainer.seed" not in found, "seeds", seeds, "values has trainer.seed; give the seeds once")
-        found["trainer.seed"] = seeds_of(seeds)
-    return found
+        require("trainer.seed" not in grid, "seeds", seeds, "values has trainer.seed; give the seeds once")
+        grid["trainer.seed"] = seeds_of(seeds)
+    return grid
 
 
 def centralized(

@@ -71,32 +71,32 @@ def run(
         len(measures) > 0,
         "metrics: none is given, or suits the model; give some, such as ClientLambdaMax(clients: own)",
     )
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     loaded = trainer.load(model, data, ckpt_path, clients=True)
     check_measures(measures, loaded)
     folder = output_folder(loaded, out, "flatness")
     assert loaded.checkpoint is not None
     try:
         with progress_bar(loaded.fabric) as step:
-            _measure(loaded, measures, found, step)
-        if not found:
+            _measure(loaded, measures, measurements, step)
+        if not measurements:
             names = ", ".join(type(measure).__name__ for measure in measures)
             loaded.fabric.print(
                 f"{names}: nothing was measured; no client has trained, or the pseudo-gradient of the round before is "
                 "missing, which a run keeps if its FlatnessMonitor has this measure"
             )
     finally:
-        if found and loaded.fabric.is_global_zero:
+        if measurements and loaded.fabric.is_global_zero:
             number = number_of(folder, "flatness.json")
-            _save(folder, number, loaded, found)
+            _save(folder, number, loaded, measurements)
             label = f"{labels_of([loaded.checkpoint])[0]}, round {loaded.rounds_done}"
-            save_figures(loaded, folder, figures(found, label), number, "flatness/")
-            _show(folder / f"flatness{number}.json", loaded, found)
-    return found
+            save_figures(loaded, folder, figures(measurements, label), number, "flatness/")
+            _show(folder / f"flatness{number}.json", loaded, measurements)
+    return measurements
 
 
-def _measure(run: Run, measures: Sequence[Measure], found: list[Measurement], step: Step) -> None:
-    """Adds the measurements to ``found``, at an interrupt those so far."""
+def _measure(run: Run, measures: Sequence[Measure], measurements: list[Measurement], step: Step) -> None:
+    """Appends the new measurements; at an interrupt, those made so far."""
     trained = [measure for measure in measures if measure.of_round]
     total, cohort = len(measures) + len(trained), Cohort.drawn(run, run.next_round).clients
     context = MeasurementContext.between_rounds(run, cohort)
@@ -111,29 +111,29 @@ def _measure(run: Run, measures: Sequence[Measure], found: list[Measurement], st
         try:
             new = measure.compute(replace(context, progress=partial(_products, step, i, total, name)))
         except KeyboardInterrupt as stop:
-            found += getattr(stop, "partial", [])
+            measurements += getattr(stop, "partial", [])
             raise
-        found += [replace(m, model=f"{m.model} {RETRAINED}") for m in new] if measure in trained else new
+        measurements += [replace(m, model=f"{m.model} {RETRAINED}") for m in new] if measure in trained else new
     step(total, total, "done")
 
 
-def _products(step: Step, at: int, total: int, name: str, done: int, most: int) -> None:
-    step(at, total, f"{name}: {done} of at most {most} products")
+def _products(step: Step, count: int, total: int, name: str, done: int, most: int) -> None:
+    step(count, total, f"{name}: {done} of at most {most} products")
 
 
 def _after_dry_round(context: MeasurementContext, measures: Sequence[Measure]) -> MeasurementContext:
     """Returns the context after one more round, whose local models update the measures."""
-    run, mean = context.run, PseudoGradient(context.run)
+    run, pseudo_gradient = context.run, PseudoGradient(context.run)
 
     def update(result: LocalResult) -> None:
-        mean.add(result)
+        pseudo_gradient.add(result)
         for measure in measures:
             measure.update(run, result)
 
     after = dry_round(run, context.cohort, update)
-    monitors = [its for key, its in run.restored.get("callbacks", {}).items() if key.startswith("FlatnessMonitor")]
-    previous = next((v.to(after.w) for its in monitors if (v := its["pseudo_gradient"]) is not None), None)
-    return replace(context, new=after, pseudo_gradient=mean.value(), previous=previous)
+    monitors = [state for key, state in run.restored.get("callbacks", {}).items() if key.startswith("FlatnessMonitor")]
+    previous = next((v.to(after.w) for state in monitors if (v := state["pseudo_gradient"]) is not None), None)
+    return replace(context, new=after, pseudo_gradient=pseudo_gradient.value(), previous=previous)
 
 
 def _save(folder: Path, number: str, run: Run, measurements: Sequence[Measurement]) -> None:

@@ -29,24 +29,24 @@ def run(cli: FederatedCLI, folder: str, /, nodes: int | None = None) -> None:
         nodes: Number of nodes, among which the clients are divided: client k is on node k mod nodes; null: a node for
             each client.
     """
-    made = cli.build()
-    server.check(made.trainer, made.model, made.data)
+    objects = cli.build()
+    server.check(objects.trainer, objects.model, objects.data)
     if nodes is not None:
-        made.data.setup()  # only now some data know how many clients they have
-    server.check_nodes(nodes, made.data)
-    config, engine = made.trainer.config, made.trainer.engine
+        objects.data.setup()  # only now some data know how many clients they have
+    server.check_nodes(nodes, objects.data)
+    config, engine = objects.trainer.config, objects.trainer.engine
     secrets = [key for key, value in flatten(config).items() if LEFT_OUT.search(value)]
     ensure(not secrets, f"{', '.join(secrets)}: every node would get this secret; leave it out, give it by environment")
     config["trainer"]["engine"] = "sequential" if engine == "auto" else engine
     name = re.sub(r"[^a-z0-9]+", "-", Path(folder).resolve().name.lower()).strip("-") or "app"
-    filled = {
+    files = {
         path.name.removesuffix(".in"): Template(path.read_text(encoding="utf-8")).substitute(
             name=name, nodes=nodes or 0
         )
         for path in sorted(TEMPLATE.iterdir())
         if path.is_file()
     }
-    write_new(folder, {"config.yaml": yaml.safe_dump(config, sort_keys=False), **filled})
+    write_new(folder, {"config.yaml": yaml.safe_dump(config, sort_keys=False), **files})
     say(f"start with: flwr run {shlex.quote(folder)}")
 
 
@@ -78,5 +78,5 @@ def _build(config: str | Path, *settings: str) -> Any:
 
 @cache
 def _node_run(config: str) -> Run:
-    made = _build(config, *ON_NODE)
-    return made.trainer.load(made.model, made.data, None)  # type: ignore[no-any-return]
+    objects = _build(config, *ON_NODE)
+    return objects.trainer.load(objects.model, objects.data, None)  # type: ignore[no-any-return]

@@ -76,16 +76,16 @@ def run(
     Raises:
         UserError: If the arguments do not fit, or a checkpoint is of another net.
     """
-    three = (len(compare), len({*clients})) in ((2, 0), (0, 3))
+    spans_plane = (len(compare), len({*clients})) in ((2, 0), (0, 3))
     require(
-        kind != "plane" or three,
+        kind != "plane" or spans_plane,
         "compare",
         list(compare),
         "a plane goes through two checkpoints more, or through the models of three different clients",
     )
     require(kind != "trajectory" or len(clients) == 1, "clients", list(clients), "a trajectory is that of one client")
-    of_checkpoints = "a perturbation is that of checkpoints; leave clients out, or draw a surface"
-    require(kind != "perturbation" or not clients, "clients", list(clients), of_checkpoints)
+    remedy = "a perturbation is that of checkpoints; leave clients out, or draw a surface"
+    require(kind != "perturbation" or not clients, "clients", list(clients), remedy)
     check_no_buffers(model)
     model.check_global_model("a landscape")
     loaded = trainer.load(model, data, ckpt_path, clients=kind == "trajectory" or bool(clients))
@@ -116,7 +116,7 @@ def _surface(landscape: Landscape, clients: Sequence[int], points: int, span: fl
     axis, spec = np.linspace(-span, span, points), run.objective.flat
     (first, checkpoint), *_ = landscape.models.items()
     about = f"random, normalised by the filters of {first if same else 'each model'}"
-    found = landscape.each(
+    surfaces = landscape.each(
         lambda label, w: surface(
             at=w,
             directions=random_plane(spec, checkpoint if same else w, run.seed),
@@ -124,7 +124,9 @@ def _surface(landscape: Landscape, clients: Sequence[int], points: int, span: fl
             **landscape.options(label, directions=about),
         )
     )
-    landscape.save("surface", found, surface=lambda: plot_surface(found), surface_3d=lambda: plot_surface(found, "3d"))
+    landscape.save(
+        "surface", surfaces, surface=lambda: plot_surface(surfaces), surface_3d=lambda: plot_surface(surfaces, "3d")
+    )
 
 
 def _local_models(run: Run, clients: Sequence[int]) -> dict[str, Tensor]:
@@ -141,7 +143,7 @@ def _plane(landscape: Landscape, clients: Sequence[int], points: int) -> None:
         landscape.models = _local_models(landscape.run, clients)
     plane = Plane.through(*landscape.models.values())
     x, y = plane.grid(points)
-    found = surface(
+    loss_surface = surface(
         at=plane.origin,
         directions=plane.directions,
         x=x,
@@ -149,35 +151,35 @@ def _plane(landscape: Landscape, clients: Sequence[int], points: int) -> None:
         models=landscape.models,
         **landscape.options("plane", origin=next(iter(landscape.models))),
     )
-    landscape.save("plane", {"plane": found}, plane=lambda: plot_plane(found))
+    landscape.save("plane", {"plane": loss_surface}, plane=lambda: plot_plane(loss_surface))
 
 
 def _perturbation(landscape: Landscape, points: int, span: float, directions: int) -> None:
     """Measures the loss against the length of a perturbation."""
     radii, seed = np.linspace(0, span, points), landscape.run.seed
-    found = landscape.each(
+    curves = landscape.each(
         lambda label, w: perturbation_curves(
             at=w, radii=radii, directions=directions, seed=seed, **landscape.options(label)
         )
     )
-    landscape.save("perturbation", found, perturbation=lambda: plot_perturbation(found))
+    landscape.save("perturbation", curves, perturbation=lambda: plot_perturbation(curves))
 
 
 def _trajectory(landscape: Landscape, client: int, points: int) -> None:
     """Draws local training of a client by the run's algorithm, FedAvg and FedSAM; of FedGMT four paths (its Fig. 6)."""
-    run, own = landscape.run, landscape.run.objective
-    kinds = (FedAvg,) if type(own) is FedSAM else (FedAvg, FedSAM)
+    run, objective = landscape.run, landscape.run.objective
+    kinds = (FedAvg,) if type(objective) is FedSAM else (FedAvg, FedSAM)
     objectives: dict[str, LocalObjective] = {
-        kind.__name__: kind(own.net, loss=own.loss, optimizer=own.optimizer) for kind in kinds
+        kind.__name__: kind(objective.net, loss=objective.loss, optimizer=objective.optimizer) for kind in kinds
     }
-    if type(own) is not FedAvg or own.ascent is not None or own.parts or own.relaxed_init:
-        name = type(own).__name__
-        objectives = {f"{name} of this run" if name in objectives else name: own, **objectives}
-    if isinstance(own, FedGMT) and own.use_dual:
-        objectives[f"{type(own).__name__} without ADMM"] = alone = copy(own)
-        alone.use_dual = False
-    paths = {name: trajectory(run, o, client) for name, o in objectives.items()}
-    if len(paths) > 2 and type(own) is FedAvg and torch.equal(*list(paths.values())[:2]):
+    if type(objective) is not FedAvg or objective.ascent is not None or objective.parts or objective.relaxed_init:
+        name = type(objective).__name__
+        objectives = {f"{name} of this run" if name in objectives else name: objective, **objectives}
+    if isinstance(objective, FedGMT) and objective.use_dual:
+        objectives[f"{type(objective).__name__} without ADMM"] = dual_free = copy(objective)
+        dual_free.use_dual = False
+    paths = {name: trajectory(run, variant, client) for name, variant in objectives.items()}
+    if len(paths) > 2 and type(objective) is FedAvg and torch.equal(*list(paths.values())[:2]):
         paths.pop(next(iter(paths)))  # its parts do not change local training
     first, second = list(paths.values())[:2]
     plane = Plane.through(first[0], first[-1], second[-1])
@@ -186,7 +188,7 @@ def _trajectory(landscape: Landscape, client: int, points: int) -> None:
         f"data of client {client}": MeasurementContext.between_rounds(run).union([client])[0],
         **landscape.sets,
     }
-    found = surface(
+    loss_surface = surface(
         at=plane.origin,
         directions=plane.directions,
         x=x,
@@ -194,9 +196,9 @@ def _trajectory(landscape: Landscape, client: int, points: int) -> None:
         models=paths,
         **landscape.options("trajectory", client=client),
     )
-    for name, projected in found.models.items():
+    for name, projected in loss_surface.models.items():
         run.fabric.print(f"{name}: at most {projected.residual.max():.3g} outside the plane")
-    landscape.save("trajectory", {"trajectory": found}, trajectory=lambda: plot_plane(found, total=True))
+    landscape.save("trajectory", {"trajectory": loss_surface}, trajectory=lambda: plot_plane(loss_surface, total=True))
 
 
 def trajectory(run: Run, objective: LocalObjective, client: int) -> Tensor:
@@ -261,11 +263,13 @@ def line(
     check_no_buffers(model)
     loaded = trainer.load(model, data, a)
     models, folder = models_of(loaded, [b], labels), output_folder(loaded, out, "interpolate")
-    (one, w_a), (zero, w_b) = models.items()
+    (name_a, w_a), (name_b, w_b) = models.items()
     with progress_bar(loaded.fabric) as step:
         landscape = Landscape(loaded, folder, models, splits, samples, step)
-        found = interpolate(a=w_a, b=w_b, gammas=np.linspace(-1, 2, points), **landscape.options("line", a=one, b=zero))
-        loaded.fabric.print("barrier: " + ", ".join(f"{name} {found.barrier(name):.4g}" for name in found.loss))
+        curves = interpolate(
+            a=w_a, b=w_b, gammas=np.linspace(-1, 2, points), **landscape.options("line", a=name_a, b=name_b)
+        )
+        loaded.fabric.print("barrier: " + ", ".join(f"{name} {curves.barrier(name):.4g}" for name in curves.loss))
         landscape.save(
-            "interpolate", {"line": found}, interpolate=lambda: plot_interpolation({"line": found}, (zero, one))
+            "interpolate", {"line": curves}, interpolate=lambda: plot_interpolation({"line": curves}, (name_b, name_a))
         )

@@ -27,33 +27,33 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: Arguments; by default those of the process.
     """
-    given = list(sys.argv[1:] if args is None else args)
+    arguments = list(sys.argv[1:] if args is None else args)
     if "_ARGCOMPLETE" in os.environ:  # the process ends here
         import argcomplete
 
         argcomplete.autocomplete(_help(os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:]))
-    if given in ([], ["-h"], ["--help"]):
+    if arguments in ([], ["-h"], ["--help"]):
         _help().print_help()
-        sys.exit(0 if given else 2)
-    if given == ["--version"]:
+        sys.exit(0 if arguments else 2)
+    if arguments == ["--version"]:
         print(__version__)
         return
-    if given[0] not in COMMANDS:
-        value = "missing" if given[0].startswith("-") else given[0]
+    if arguments[0] not in COMMANDS:
+        value = "missing" if arguments[0].startswith("-") else arguments[0]
         near = get_close_matches(value.casefold(), COMMANDS, 1, 0.7)
         choice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}, or see --help"
         sys.exit(f"error: subcommand = {_visible(value)}: {choice}")
-    if {"-h", "--help", "--help=all"} & {*given}:
+    if {"-h", "--help", "--help=all"} & {*arguments}:
         from fl_lightning.commands.shared.index import help_of
 
         try:
-            print(help_of(given[0], full="--help=all" in given), end="")
+            print(help_of(arguments[0], full="--help=all" in arguments), end="")
         except ValueError as error:  # a subcommand that is newer than the index
             sys.exit(f"error: {error}")
         sys.exit(0)
-    if sys.stdout is None:  # closed
+    if sys.stdout is None:  # it is closed
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if isinstance(sys.stdout, TextIOWrapper):  # a name may have letters that the terminal does not, or be no text
+    if isinstance(sys.stdout, TextIOWrapper):  # a name may have letters that the terminal lacks, or be no text
         sys.stdout.reconfigure(errors="backslashreplace")
     # classes in files of the working folder can be named; absolute, since a config is read from within its own folder
     try:
@@ -70,8 +70,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
         with (interruption := Interruption(ends_process=True)):
             if "torch" not in sys.modules:
-                check_early(*given)
-            command_of(*given).run()
+                check_early(*arguments)
+            command_of(*arguments).run()
     except KeyboardInterrupt:
         sys.exit(128 + ((interruption and interruption.received) or signal.SIGINT))
     except BrokenPipeError:  # as in `| head`: what is left in the buffer goes nowhere
@@ -82,15 +82,15 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         sys.exit(f"error: {error.name} is not installed for {sys.executable}; see Install in README.md")
     except (ArgumentsError, ValueError, OSError) as error:
-        configs = [arg.removeprefix("--config=") for arg in joined(given) if arg.startswith("--config=")]
-        if (line := explain(error, configs, given[0])) is None:
+        configs = [arg.removeprefix("--config=") for arg in joined(arguments) if arg.startswith("--config=")]
+        if (line := explain(error, configs, arguments[0])) is None:
             raise
         from fl_lightning.results.terminal import wrapped
         from fl_lightning.trainer.runtime.signals import rank_and_first
 
         # those of processes that are connected, if torch has been imported
-        connected = sys.modules.get("fl_lightning.trainer.runtime.collectives")
-        rank, first = connected.reports() if connected else rank_and_first()
+        collectives = sys.modules.get("fl_lightning.trainer.runtime.collectives")
+        rank, first = collectives.reports() if collectives else rank_and_first()
         code = getattr(find_user_error(error), "exit_code", 1)
         text = wrapped(f"error{f' (process {rank})' if rank else ''}: {_visible(line)}", sys.stderr)
         if first and code != 1:
@@ -130,9 +130,9 @@ def _help(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="Show the version.")
     commands = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
     for name, summary in COMMANDS.items():
-        parser_of_one = commands.add_parser(name, help=f"{summary} See {name} --help.", conflict_handler="resolve")
+        subparser = commands.add_parser(name, help=f"{summary} See {name} --help.", conflict_handler="resolve")
         if words[1:] and words[0] == name:
             from fl_lightning.commands.shared.parser import add_options
 
-            add_options(parser_of_one, name, words[1:])
+            add_options(subparser, name, words[1:])
     return parser

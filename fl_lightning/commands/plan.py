@@ -23,7 +23,7 @@ from fl_lightning.results import filled, say, show_table
 from fl_lightning.trainer import program
 
 MOST = 1_000_000
-"""Rounds of a run that a plan goes through."""
+"""Maximum number of rounds of a run that a plan goes through."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Plan:
     def show(self) -> None:
         """Prints a table."""
         rows = [
-            [name, f"{times:,}", as_time(each), as_time(times * each)]
-            for name, (times, each) in self.parts.items()
-            if times * each >= self.seconds / 1000
+            [name, f"{times:,}", as_time(duration), as_time(times * duration)]
+            for name, (times, duration) in self.parts.items()
+            if times * duration >= self.seconds / 1000
         ]
         title = f"{as_time(self.seconds)} for {self.rounds} {self.unit}"
         show_table(filled(["", "times", "each", "together"], rows, left=4, title=title))
@@ -112,16 +112,16 @@ def plan(
     rounds = list(ahead(run))
 
     def seconds() -> float:
-        return sum(times * each for times, each in parts.values())
+        return sum(times * duration for times, duration in parts.values())
 
-    parts = measured.parts(trainer, len(rounds), [coming.steps for coming in rounds], world)
+    parts = measured.parts(trainer, len(rounds), [round_.steps for round_ in rounds], world)
     if trainer.max_time is not None and seconds() > trainer.max_time:
         rounds = rounds[: max(1, math.ceil(len(rounds) * trainer.max_time / seconds()))]
-        parts = measured.parts(trainer, len(rounds), [coming.steps for coming in rounds], world)
+        parts = measured.parts(trainer, len(rounds), [round_.steps for round_ in rounds], world)
     # state of clients that no measured round has seen
-    room, kept = int(trainer.client_memory * 2**30), {k for coming in rounds for k in coming.clients}
+    limit, kept = int(trainer.client_memory * 2**30), {k for round_ in rounds for k in round_.clients}
     row = row_bytes(model, run.server.w)
-    growth = min(row * len(kept), room) - min(row * len(run.clients), room)
+    growth = min(row * len(kept), limit) - min(row * len(run.clients), limit)
     return Plan(
         processes=world,
         engine=run.engine_name,
@@ -130,11 +130,11 @@ def plan(
         parts=parts,
         memory=measured.memory + (2 if cpu else 1) * growth,  # a checkpoint copies the rows
         device_memory=0 if cpu else torch.cuda.max_memory_allocated() + growth,
-        bits=sum(coming.bits for coming in rounds),
+        bits=sum(round_.bits for round_ in rounds),
         seconds=seconds(),
         unit="rounds" if trainer.asynchronous is None else "steps of the server",
-        uploads=sum(len(coming.clients) for coming in rounds),
-        late=sum(coming.late for coming in rounds),
+        uploads=sum(len(round_.clients) for round_ in rounds),
+        late=sum(round_.late for round_ in rounds),
         device_seconds=None if run.timing is None else rounds[-1].time_s,
         lacking=program.lacking(run) + ["one process, or deterministic"] * (world > 1 and not trainer.deterministic),
     )
@@ -149,14 +149,14 @@ def run(cli: FederatedCLI, devices: int | None = None, nodes: int | None = None,
         nodes: Nodes; null: trainer.num_nodes.
         json: Print one line of JSON in place of a table.
     """
-    asked, numbers = cli.config.trainer, list[int]()
+    trainer_config, numbers = cli.config.trainer, list[int]()
     for key, value, option in (("devices", devices, "devices"), ("num_nodes", nodes, "nodes")):
-        number = str(asked[key] if value is None else value)
+        number = str(trainer_config[key] if value is None else value)
         require(number.lstrip("-").isdecimal(), f"trainer.{key}", number, f"give their number by --{option}")
         numbers.append(int(number))
-    made = cli.make(*cli.args, "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto")
-    data, missing = data_or_like(made.data)
+    objects = cli.make(*cli.args, "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto")
+    data, missing = data_or_like(objects.data)
     if missing:
         say(f"on random samples of the same shape: {missing}", file=sys.stderr)
-    found = plan(made.trainer, made.model, data, *numbers)
-    print(json_text(found), end="") if json else found.show()
+    prediction = plan(objects.trainer, objects.model, data, *numbers)
+    print(json_text(prediction), end="") if json else prediction.show()

@@ -62,28 +62,28 @@ def run(
     folder = page.with_suffix("") if out.endswith(".html") else page.parent
     check_folder(folder)
     groups = compare.compare(runs, target, last, metric, reference, mode)
-    for each in (each for group in groups for each in group.folders):
+    for run_folder in (run_folder for group in groups for run_folder in group.folders):
         ensure(
-            not any(is_private(read_config(path)) for path in config_files(each).values()),
-            f"runs = {each}: a run under trainer.privacy, whose losses and clients are not private; leave it out: "
-            "fl-lightning compare shows it here",
+            not any(is_private(read_config(path)) for path in config_files(run_folder).values()),
+            f"runs = {run_folder}: a run under trainer.privacy, whose losses and clients are not private; leave it "
+            "out: fl-lightning compare shows it here",
         )
-    shown = table.columns(groups, None if reference is None else compare.of_run(groups, reference))
+    columns = table.columns(groups, None if reference is None else compare.of_run(groups, reference))
     files = [(group, read_group(group)) for group in groups]
     settings = tried(groups)
     sweep = settings if len(settings.settings) > 2 and settings.tells else None
     with drawing():
-        drawings = draw(files, shown)
+        drawings = draw(files, columns)
         drawings["sweep"] = [("Metric of each config by setting", "settings", sweep.plot())] if sweep else []
         text = report_page(
             files,
-            shown,
+            columns,
             PROTOCOL,
-            {at: {title: figure for title, _, figure in drawn} for at, drawn in drawings.items()},
+            {section: {title: figure for title, _, figure in drawn} for section, drawn in drawings.items()},
             sweep.importances if sweep else None,
         )
         beside = {
-            **table.table_files(groups, shown),
+            **table.table_files(groups, columns),
             **curves.curve_files({group.name: group.metrics for group in groups}),
             **(sweep.files() if sweep else {}),
         }
@@ -96,42 +96,42 @@ def run(
     say(f"tables and curves: {folder}" + ("" if figures else "; --figures writes each figure as PDF and PNG"))
 
 
-def draw(runs: Runs, shown: Sequence[table.Column]) -> dict[str, list[tuple[str, str, Figure]]]:
+def draw(runs: Runs, columns: Sequence[table.Column]) -> dict[str, list[tuple[str, str, Figure]]]:
     """Draws the figures of a report, one column of a paper wide.
 
     Args:
         runs: The groups of runs, with the files of each run.
-        shown: The columns of the table.
+        columns: The columns of the table.
 
     Returns:
         The title, the name of the file and the figure of each, by section of the page.
     """
-    groups, files = [group for group, _ in runs], [run for _, own in runs for run in own]
+    groups, files = [group for group, _ in runs], [run for _, members in runs for run in members]
     measured = curves.read({group.name: group.metrics for group in groups})
-    clients = {group.name: [run.clients for run in own if run.clients is not None] for group, own in runs}
-    data = next((evaluated.metric for own in clients.values() for evaluated in own), "")
+    clients = {group.name: [run.clients for run in members if run.clients is not None] for group, members in runs}
+    metric = next((evaluated.metric for tables in clients.values() for evaluated in tables), "")
     eigenvalues, density = spectra(files), densities(files)
     return {
         "curves": [
             (
-                f"{title(name)}{by}",
-                f"{name.replace('/', '_')}{by.replace(' ', '_')}",
-                curves.draw_curves(measured, [name], bool(by)),
+                f"{title(name)}{suffix}",
+                f"{name.replace('/', '_')}{suffix.replace(' ', '_')}",
+                curves.draw_curves(measured, [name], bool(suffix)),
             )
             for name in curves.drawn(measured)
-            for by in (("", " by device hours") if curves.all_timed(measured) and name in metrics.MAIN else ("",))
+            for suffix in (("", " by device hours") if curves.all_timed(measured) and name in metrics.MAIN else ("",))
         ],
         "per-client": [
-            (text, name, plot_clients(having, column))
+            (text, name, plot_clients(by_group, column))
             for text, name, column in (
-                ("Global model", "clients", data),
-                ("Local models", "clients_local", f"local_{data}"),
+                ("Global model", "clients", metric),
+                ("Local models", "clients_local", f"local_{metric}"),
             )
-            if any((having := {group: with_values(tables, column) for group, tables in clients.items()}).values())
+            if any((by_group := {group: with_values(tables, column) for group, tables in clients.items()}).values())
         ],
         "tradeoff": [
             (column.title, f"tradeoff_{column.key}", curves.plot_tradeoff(groups, column.key))
-            for column in shown
+            for column in columns
             if column.of.startswith("flatness/") and column.against is None
         ],
         "spectra": [
@@ -139,16 +139,16 @@ def draw(runs: Runs, shown: Sequence[table.Column]) -> dict[str, list[tuple[str,
             *([("Density of the eigenvalues", "density", plot_density(density))] if density else []),
         ],
         "partitions": [
-            (_clients_of(found, labels), f"partition_{i}", _partition(found))
-            for i, (found, labels) in enumerate(partitions(files))
+            (_clients_of(partition, labels), f"partition_{i}", _partition(partition))
+            for i, (partition, labels) in enumerate(partitions(files))
         ],
     }
 
 
-def _partition(found: Mapping[str, Any]) -> Figure:
-    counts = np.array([[row.get(str(c), 0) for c in range(found["classes"])] for row in found["counts"]])
+def _partition(partition: Mapping[str, Any]) -> Figure:
+    counts = np.array([[row.get(str(c), 0) for c in range(partition["classes"])] for row in partition["counts"]])
     return heat_map(
-        Histogram(found.get("unit", "class"), found.get("names", [*map(str, range(counts.shape[1]))]), counts)
+        Histogram(partition.get("unit", "class"), partition.get("names", [*map(str, range(counts.shape[1]))]), counts)
     )
 
 

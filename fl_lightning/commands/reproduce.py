@@ -92,7 +92,7 @@ class Planned:
 
     @property
     def cohort(self) -> int:
-        """Clients of a round; each, without rounds."""
+        """Clients of a round; all of them, without rounds."""
         trainer, m = self.made.trainer, self.made.data.num_clients
         return m if self.task.recipe.command == "centralized" else len(trainer.sampler(0, m, trainer.seed))
 
@@ -103,14 +103,14 @@ class Planned:
             data: The data of a task with the same data set and network, set up; here they are divided otherwise.
             step: A step on these data.
         """
-        made = self.made
-        return step.run(made.trainer, made.model, data, self.cohort * data.num_clients / made.data.num_clients)
+        objects = self.made
+        return step.run(objects.trainer, objects.model, data, self.cohort * data.num_clients / objects.data.num_clients)
 
     @property
     def rows(self) -> int:
         """Bytes of the clients' state in memory, at most."""
-        model, room = self.made.model, self.made.trainer.client_memory * 2**30
-        return int(min(room, _row_bytes(model) * self.made.data.num_clients))
+        model, limit = self.made.model, self.made.trainer.client_memory * 2**30
+        return int(min(limit, _row_bytes(model) * self.made.data.num_clients))
 
     @property
     def samples(self) -> int:
@@ -158,30 +158,34 @@ def run(
         out: Folder of the runs and of table.csv, table.tex and table.md, or of the figure; null: one in runs/reproduce.
         points: Points along each axis of a figure's loss landscape; null: the paper's, or those of ``landscape``.
     """
-    how, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run), paper.casefold()
-    share = "" if rounds == 1 else f"_{rounds:g}"
-    if number := re.fullmatch(r"fig(?:ure)?[. _]*(\d+[a-z]?)", table.lower()):
+    options, paper = _How(settings, seeds_of(seeds), rounds, jobs, dry_run), paper.casefold()
+    suffix = "" if rounds == 1 else f"_{rounds:g}"
+    if match := re.fullmatch(r"fig(?:ure)?[. _]*(\d+[a-z]?)", table.lower()):
         ensure(not rows and not columns, f"table = {table}: a figure has rows and columns of its own; leave them out")
-        for drawn in figure(paper, number[1]):
-            _figure(drawn, Path(out or f"runs/reproduce/{drawn.folder}{share}"), how, points)
+        for paper_figure in figure(paper, match[1]):
+            _figure(paper_figure, Path(out or f"runs/reproduce/{paper_figure.folder}{suffix}"), options, points)
         return
     cells = select(paper, table, names(rows), names(columns))
-    asked, reasons = tasks(cells)
+    cell_tasks, reasons = tasks(cells)
     answers = [why_not(cell) or "known" for cell in cells]
     for cell, answer in zip(cells, answers, strict=True) if dry_run else ():
-        said = f"{cell.metric}: {answer}; in the paper {', '.join(filter(None, (cell.printed, cell.note)))}"
-        say(", ".join(filter(None, (column(cell), cell.algorithm, said))))
+        text = f"{cell.metric}: {answer}; in the paper {', '.join(filter(None, (cell.printed, cell.note)))}"
+        say(", ".join(filter(None, (column(cell), cell.algorithm, text))))
     for reason in () if dry_run else reasons:
         say(f"not reproduced: {reason}")
     say(f"known: {answers.count('known')} of {len(cells)} cells")
     ensure("known" in answers, f"table = {table}: none of these cells can be reproduced; see docs/experiments.md")
-    folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{share}")
-    made = _make(asked, folder, how)
+    folder = Path(out or f"runs/reproduce/{paper}_{table.replace('/', '_')}{suffix}")
+    outcomes_by_task = _make(cell_tasks, folder, options)
     if dry_run:
         return
     lines = [
         *(line(cell, []) for cell in cells if declared(cell) is not None),
-        *(line(cell, outcomes, rounds, shlex.join(settings)) for task, outcomes in made.items() for cell in task.cells),
+        *(
+            line(cell, outcomes, rounds, shlex.join(settings))
+            for task, outcomes in outcomes_by_task.items()
+            for cell in task.cells
+        ),
     ]
     write_lines(lines, make_folder(folder))
     show_table(table_of(lines))
@@ -189,116 +193,119 @@ def run(
     say(f"results: {folder}{how_measured}")
 
 
-def _figure(drawn: PaperFigure, folder: Path, how: _How, points: int | None) -> None:
+def _figure(paper_figure: PaperFigure, folder: Path, options: _How, points: int | None) -> None:
     """Makes the runs of a figure, and draws it."""
-    for text in drawn.says:
+    for text in paper_figure.says:
         say(text)
-    asked, place = figure_tasks(drawn), folder / f"figure_{drawn.number}"
-    if drawn.draws == "partition":
-        divided, runs = _partitions(asked, how), {}
+    tasks, place = figure_tasks(paper_figure), folder / f"figure_{paper_figure.number}"
+    if paper_figure.draws == "partition":
+        histograms, runs = _partitions(tasks, options), {}
     else:
-        made = _make(asked, folder, how)
-        complain([outcome for outcomes in made.values() for outcome in outcomes])
-        runs = {task: [ended.folder for ended in own if ended.folder is not None] for task, own in made.items()}
-    if how.dry_run:
+        outcomes_by_task = _make(tasks, folder, options)
+        complain([outcome for outcomes in outcomes_by_task.values() for outcome in outcomes])
+        runs = {
+            task: [outcome.folder for outcome in outcomes if outcome.folder is not None]
+            for task, outcomes in outcomes_by_task.items()
+        }
+    if options.dry_run:
         return
-    less = [f"{100 * how.fraction:.4g} % of the rounds"] * (how.fraction < 1)
-    with noted("; ".join([*drawn.says, *less, *filter(None, [shlex.join(how.settings)])])):
+    remarks = [f"{100 * options.fraction:.4g} % of the rounds"] * (options.fraction < 1)
+    with noted("; ".join([*paper_figure.says, *remarks, *filter(None, [shlex.join(options.settings)])])):
         paths = (
-            paper_figures.draw(drawn, runs, place, points)
+            paper_figures.draw(paper_figure, runs, place, points)
             if runs
-            else save_figure(heat_maps(divided), place / "partition")[1:]
+            else save_figure(heat_maps(histograms), place / "partition")[1:]
         )
     for path in paths:
         say(f"drawn: {path}")
 
 
-def _partitions(asked: Sequence[Task], how: _How) -> dict[str, Histogram]:
+def _partitions(tasks: Sequence[Task], options: _How) -> dict[str, Histogram]:
     """Divides the data of tasks, by name; a dry run shows the commands that would print them."""
-    found = dict[str, Histogram]()
-    for each in _plan(asked, how):
-        cell, data = each.task.cells[0], each.made.data
-        if how.dry_run:
-            print(command("fl-lightning", "data", *each.trials[0].args), flush=True)
+    histograms = dict[str, Histogram]()
+    for plan in _plan(tasks, options):
+        cell, data = plan.task.cells[0], plan.made.data
+        if options.dry_run:
+            print(command("fl-lightning", "data", *plan.trials[0].args), flush=True)
         else:
             data.prepare_data()
             data.setup()
-            found[cell.algorithm if each.task.settings else column(cell)] = histogram(data)
-    return found
+            histograms[cell.algorithm if plan.task.settings else column(cell)] = histogram(data)
+    return histograms
 
 
-def _make(asked: Sequence[Task], folder: Path, how: _How) -> dict[Task, list[Outcome]]:
+def _make(tasks: Sequence[Task], folder: Path, options: _How) -> dict[Task, list[Outcome]]:
     """Makes the runs of tasks that are missing, after an estimate; a dry run shows them and makes none."""
-    if not how.dry_run:
+    if not options.dry_run:
         check_folder(folder)
     planned = []
-    for each in _plan(asked, how) if asked else ():
-        planned.append(each)
-        for trial in each.trials if how.dry_run else ():
+    for plan in _plan(tasks, options) if tasks else ():
+        planned.append(plan)
+        for trial in plan.trials if options.dry_run else ():
             print(command("fl-lightning", trial.command, *trial.args), flush=True)
-    trials = [trial for each in planned for trial in each.trials]
-    unfinished = {each: [trial for trial in each.trials if outcome(trial, folder) is None] for each in planned}
-    if todo := {each: [newest_run(trial, folder) for trial in found] for each, found in unfinished.items() if found}:
-        _show_estimate(todo, how)
-    if how.dry_run:
+    trials = [trial for plan in planned for trial in plan.trials]
+    unfinished = {plan: [trial for trial in plan.trials if outcome(trial, folder) is None] for plan in planned}
+    if todo := {plan: [newest_run(trial, folder) for trial in left] for plan, left in unfinished.items() if left}:
+        _show_estimate(todo, options)
+    if options.dry_run:
         return {}
     make_folder(folder)
-    outcomes, given = dict[str, Outcome](), shlex.join(how.settings)
+    outcomes, settings = dict[str, Outcome](), shlex.join(options.settings)
     task_of = {trial.name: plan.task for plan in planned for trial in plan.trials}
-    for ended in run_trials(trials, folder, build_trial, how.jobs, check=check_trial):
+    for ended in run_trials(trials, folder, build_trial, options.jobs, check=check_trial):
         outcomes[ended.trial.name] = ended
         if ended.folder is not None:
-            mark(ended.folder, task_of[ended.trial.name], how.fraction, given)
+            mark(ended.folder, task_of[ended.trial.name], options.fraction, settings)
         say(f"{len(outcomes)} of {len(trials)}: {ended.trial.name}: {ended.error or 'finished'}")
-    return {each.task: [outcomes[trial.name] for trial in each.trials] for each in planned}
+    return {plan.task: [outcomes[trial.name] for trial in plan.trials] for plan in planned}
 
 
-def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], how: _How) -> None:
+def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], options: _How) -> None:
     """Prints what the runs take on this machine; a dry run does not need the data.
 
     Args:
         planned: For each task, the folders of its runs that have not ended; None for those that have not begun.
-        how: How they are made.
+        options: How the runs are made.
     """
     measured: dict[tuple[str, str], tuple[FederatedDataModule, prediction.Step] | None] = {}
     seconds, rows, memory = list[float](), [], 0
-    for each, folders in planned.items():
-        cell = each.task.cells[0]
+    for plan, folders in planned.items():
+        cell = plan.task.cells[0]
         if (kind := (cell.dataset, cell.model)) not in measured:
-            measured[kind] = _measured(each, how)
-        if (found := measured[kind]) is None:
+            measured[kind] = _measured(plan, options)
+        if (measurement := measured[kind]) is None:
             continue
-        data, step = found
-        one, whole = each.seconds(data, step), each.made.trainer.max_rounds
-        left = [one * (1 - rounds_done(read_run(folder)) / whole) for folder in folders]
-        seconds += left
-        memory = max(memory, step.memory + each.rows + each.samples)
+        data, step = measurement
+        duration, rounds = plan.seconds(data, step), plan.made.trainer.max_rounds
+        remaining = [duration * (1 - rounds_done(read_run(folder)) / rounds) for folder in folders]
+        seconds += remaining
+        memory = max(memory, step.memory + plan.rows + plan.samples)
         rows.append(
             [
                 cell.algorithm,
                 column(cell),
-                str(len(left)),
-                f"{whole:,}",
-                prediction.as_time(one),
-                prediction.as_time(sum(left)),
+                str(len(remaining)),
+                f"{rounds:,}",
+                prediction.as_time(duration),
+                prediction.as_time(sum(remaining)),
             ]
         )
     if not rows:
         return
     heads = ["row", "column", "runs", "rounds", "each", "together"]
     show_table(filled(heads, rows, left=2, title="estimate for this machine"), 2)
-    together, at_once = max(max(seconds), sum(seconds) / how.jobs), min(how.jobs, len(seconds))
+    total, at_once = max(max(seconds), sum(seconds) / options.jobs), min(options.jobs, len(seconds))
     say(
-        f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {prediction.as_time(together)} with --jobs {how.jobs}; "
+        f"{len(seconds)} run{'s'[: len(seconds) - 1]}, about {prediction.as_time(total)} with --jobs {options.jobs}; "
         f"about {prediction.as_bytes(memory * at_once)} of memory"
     )
 
 
-def _measured(planned: Planned, how: _How) -> tuple[FederatedDataModule, prediction.Step] | None:
+def _measured(plan: Planned, options: _How) -> tuple[FederatedDataModule, prediction.Step] | None:
     """Measures a step; a dry run does without files, and returns None if it knows no shape."""
-    cell, made = planned.task.cells[0], planned.made
-    data = made.data
-    if how.dry_run:
+    cell, objects = plan.task.cells[0], plan.made
+    data = objects.data
+    if options.dry_run:
         try:
             data = prediction.data_like(data)
         except UserError as error:
@@ -308,33 +315,36 @@ def _measured(planned: Planned, how: _How) -> tuple[FederatedDataModule, predict
         data.prepare_data()
         data.setup()
     say(f"measuring a step: {cell.dataset}, {cell.model}", flush=True)
-    return data, prediction.Step.measure(made.trainer, made.model, data)
+    return data, prediction.Step.measure(objects.trainer, objects.model, data)
 
 
-def _plan(found: Sequence[Task], how: _How) -> Iterator[Planned]:
+def _plan(tasks: Sequence[Task], options: _How) -> Iterator[Planned]:
     """Builds a run of each task, so that no setting is wrong when they start; a dry run downloads nothing.
 
-    To parse arguments and to make a net takes longer than all else, so each is done once of what several tasks share.
+    To parse arguments and to make a net takes longer than all else, so each is done once for what several tasks share.
     """
-    cli, nets = FederatedCLI("fit", *found[0].whole), dict[str, Module]()
+    cli, nets = FederatedCLI("fit", *tasks[0].whole), dict[str, Module]()
     configs, parts = dict[str, dict[str, Any]](), dict[tuple[str, str], Any]()
-    for task in found:
-        # parsed, and not built, which may need what the user's settings replace; no column has a number of rounds
+    for task in tasks:
+        # it is only parsed: to build it may need what the user's settings replace; no column has a number of rounds
         args = prepare([arg for arg in task.whole if arg not in task.recipe.column])
         if (key := said_of(args, "trainer", "model")) not in configs:
             cli.parse_arguments(cli.parser, args)
             configs[key] = cli.resolved()
         config = configs[key]
-        downloads = how.dry_run and setting_of(config, "model.net.pretrained") == "torchvision"
-        given = ("--model.net.pretrained=null", *how.settings) if downloads else how.settings
-        trials, (built, *_) = (task.trials(config, how.fraction, how.seeds, more) for more in (how.settings, given))
+        downloads = options.dry_run and setting_of(config, "model.net.pretrained") == "torchvision"
+        build_settings = ("--model.net.pretrained=null", *options.settings) if downloads else options.settings
+        trials, (built, *_) = (
+            task.trials(config, options.fraction, options.seeds, settings)
+            for settings in (options.settings, build_settings)
+        )
         keys = {part: (part, said_of(prepare(built.args), part)) for part in PARTS}
         if not all(key in parts for key in keys.values()):
-            made = cli.make(*built.args, nets=nets)
-            parts.update((key, made[part]) for part, key in keys.items())
-        made = Namespace({part: parts[key] for part, key in keys.items()})  # type: ignore[no-untyped-call]
-        fixed = {"max_rounds": scaled_rounds(config, how.fraction), "seed": how.seeds[0]}
-        for (key, expected), option in zip(fixed.items(), ("--rounds", "--seeds"), strict=True):
-            set_to = getattr(made.trainer, key)
-            ensure(set_to == expected, f"trainer.{key} = {set_to}: the table sets it; give {option}")
-        yield Planned(task, trials, made)
+            objects = cli.make(*built.args, nets=nets)
+            parts.update((key, objects[part]) for part, key in keys.items())
+        objects = Namespace({part: parts[key] for part, key in keys.items()})  # type: ignore[no-untyped-call]
+        fixed = {"max_rounds": scaled_rounds(config, options.fraction), "seed": options.seeds[0]}
+        for (name, expected), option in zip(fixed.items(), ("--rounds", "--seeds"), strict=True):
+            value = getattr(objects.trainer, name)
+            ensure(value == expected, f"trainer.{name} = {value}: the table sets it; give {option}")
+        yield Planned(task, trials, objects)

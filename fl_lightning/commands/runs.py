@@ -27,9 +27,9 @@ from fl_lightning.results import (
 from fl_lightning.trainer.storage.run_folder import in_use
 
 STARTED = "provenance.json"
-"""Every run folder has it from the start."""
+"""The file that every run folder has from the start."""
 SECONDS = 2.0
-"""Between two looks at runs that train."""
+"""Seconds between two looks at runs that train."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ def run(folders: list[str] | None = None, /, follow: bool = False, delete: bool 
         yes: Do not ask.
     """
     ensure(bool(folders) or not delete, "delete: give the runs that are to go, such as runs/FedAvg-Digits/version_0")
-    given = folders or ["runs"]
-    found = find(given)
-    ensure(bool(found), f"folders = {' '.join(given)}: no run there; give another folder")
+    paths = folders or ["runs"]
+    runs = find(paths)
+    ensure(bool(runs), f"folders = {' '.join(paths)}: no run there; give another folder")
     if delete:
-        _delete(found, yes)
+        _delete(runs, yes)
     elif follow:
-        with Live(_table(found), console=console()) as live:  # in a file or pipe, it shows the last table alone
-            while any(each.state == "running" for each in found):
+        with Live(_table(runs), console=console()) as live:  # in a file or pipe, it shows the last table alone
+            while any(run.state == "running" for run in runs):
                 time.sleep(SECONDS)
-                live.update(_table(found := find(given)))
+                live.update(_table(runs := find(paths)))
     else:
-        console().print(_table(found))
+        console().print(_table(runs))
 
 
 def find(folders: list[str]) -> list[Listed]:
@@ -90,62 +90,63 @@ def find(folders: list[str]) -> list[Listed]:
     for folder in folders:
         ensure(Path(folder).is_dir(), f"folders = {folder}: no such folder; give run folders, or one above them")
     paths = {path.parent for folder in folders for path in Path(folder).resolve().rglob(STARTED)}
-    return sorted(map(_listed, paths), key=lambda each: each.changed)
+    return sorted(map(_listed, paths), key=lambda run: run.changed)
 
 
 def _listed(folder: Path) -> Listed:
     files = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
-    headline, last, minutes, done, asked = "", 0, "", 0, None
+    headline, last, minutes, done, max_rounds = "", 0, "", 0, None
     try:
         done = rounds_done(read_run(folder))
         if config := config_of(folder):
-            asked = config["trainer"]["max_rounds"]
+            max_rounds = config["trainer"]["max_rounds"]
         ended = read_json(folder / SUMMARY, dict, {}).get("rounds") == done
-        state = "finished" if ended and asked in (done, None) else "ended" if ended else "interrupted"
+        state = "finished" if ended and max_rounds in (done, None) else "ended" if ended else "interrupted"
         if done:
-            shown = summarise(folder)
-            headline, last = f"{shown.mean:.4g}", shown.last
-            minutes = "" if shown.minutes is None else f"{shown.minutes:.1f}"
+            summary = summarise(folder)
+            headline, last = f"{summary.mean:.4g}", summary.last
+            minutes = "" if summary.minutes is None else f"{summary.minutes:.1f}"
     except (KeyError, TypeError):
         state = "damaged"
     except UserError as error:
         state = "damaged" if not str(error).startswith("metric = ") else state
     return Listed(
-        folder, "running" if in_use(folder) else state, f"{done:,}" + ("" if asked is None else f"/{asked:,}"),
+        folder, "running" if in_use(folder) else state,
+        f"{done:,}" + ("" if max_rounds is None else f"/{max_rounds:,}"),
         headline, last, minutes, sum(stat.st_size for _, stat in files),
         max((stat.st_mtime for _, stat in files), default=0),
     )  # fmt: skip
 
 
-def _table(found: list[Listed]) -> Group:
-    lasts = [each.last for each in found if each.last]
+def _table(runs: list[Listed]) -> Group:
+    lasts = [run.last for run in runs if run.last]
     heads = ("run", "state", "rounds", window(lasts) if lasts else "headline", "minutes", "MB")
     rows = [
         [
-            escape(short_path(each.folder)),
-            each.state,
-            each.rounds,
-            each.headline,
-            each.minutes,
-            f"{each.size / 1e6:.1f}",
+            escape(short_path(run.folder)),
+            run.state,
+            run.rounds,
+            run.headline,
+            run.minutes,
+            f"{run.size / 1e6:.1f}",
         ]
-        for each in found
+        for run in runs
     ]
     return Group(*fitting(filled(heads, rows, left=2, box=None, padding=(0, 1, 0, 0)), console().width))
 
 
-def _delete(found: list[Listed], yes: bool) -> None:
+def _delete(runs: list[Listed], yes: bool) -> None:
     """Removes run folders, and the folders right above them that are empty then."""
-    busy = [each for each in found if each.state == "running"]
-    ensure(not busy, f"delete: {', '.join(short_path(each.folder) for each in busy)}: trains; end it, or leave it out")
-    console().print(_table(found))
+    busy = [run for run in runs if run.state == "running"]
+    ensure(not busy, f"delete: {', '.join(short_path(run.folder) for run in busy)}: trains; end it, or leave it out")
+    console().print(_table(runs))
     if not yes:
         ensure(sys.stdin.isatty(), "delete: nobody can be asked; give --yes")
-        if input(f"delete {len(found)} runs? [y/N] ").strip().lower() not in ("y", "yes"):
+        if input(f"delete {len(runs)} runs? [y/N] ").strip().lower() not in ("y", "yes"):
             say("nothing deleted")
             return
-    for each in found:
-        shutil.rmtree(each.folder)
-        if not any(each.folder.parent.iterdir()):
-            each.folder.parent.rmdir()
-    say(f"deleted: {len(found)} runs, {sum(each.size for each in found) / 1e6:.1f} MB")
+    for run in runs:
+        shutil.rmtree(run.folder)
+        if not any(run.folder.parent.iterdir()):
+            run.folder.parent.rmdir()
+    say(f"deleted: {len(runs)} runs, {sum(run.size for run in runs) / 1e6:.1f} MB")

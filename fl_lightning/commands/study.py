@@ -58,7 +58,7 @@ def run(
         out: For page and claims: the file, beside which its figures and its numbers as JSON lie; null: the page is
             printed. For extract and run: the folder; null: in runs.
     """
-    new = _beyond(paths, Path(beyond)) if beyond and action in ("check", "page") else None
+    added = _beyond(paths, Path(beyond)) if beyond and action in ("check", "page") else None
     chosen = methods.split(",") if methods else None
     if out is not None:
         is_page = action in ("page", "claims") and Path(out).suffix in (".json", ".png")
@@ -83,7 +83,7 @@ def run(
                     say(f"removed: {folder / name}")
     elif action == "check":
         rows = [
-            (folder, name) for folder, names in _rows(paths).items() for name in names if new is None or name in new
+            (folder, name) for folder, names in _rows(paths).items() for name in names if added is None or name in added
         ]
         _check(random.Random(seed).sample(rows, min(count, len(rows))), settings, tolerance, minutes)
     elif action == "extract":
@@ -96,22 +96,22 @@ def run(
     elif action == "page":
         from fl_lightning.studies.page import page
 
-        head, sections, numbers = page(paths, chosen if new is None else [*new.values()])
-        text = [head]
+        head, sections, numbers = page(paths, chosen if added is None else [*added.values()])
+        paragraphs = [head]
         for name, table, figure in sections:
             several = len(sections) > 1
-            text += [f"## {name.replace('_', ' ')}"] * several + [table]
+            paragraphs += [f"## {name.replace('_', ' ')}"] * several + [table]
             if out is not None:
                 picture = Path(out).with_suffix(".png")
                 picture = picture.with_stem(f"{picture.stem}_{name}") if several else picture
-                text.append(f"![Curves of the runs, or a point for each run]({picture.name})")
+                paragraphs.append(f"![Curves of the runs, or a point for each run]({picture.name})")
                 write_atomically(make_folder(picture.parent) / picture.name, render(figure(), png={})[0])
-        _show("\n\n".join([*text, ""]), numbers, out)
+        _show("\n\n".join([*paragraphs, ""]), numbers, out)
     else:
         from fl_lightning.studies import claims
 
         pages = [claims.page(Path(path)) for path in paths]
-        _show("\n".join(text for text, _ in pages), [claim for _, found in pages for claim in found], out)
+        _show("\n".join(text for text, _ in pages), [claim for _, verdicts in pages for claim in verdicts], out)
 
 
 def _show(page: str, numbers: Sequence[Mapping[str, Any]], out: str | None) -> None:
@@ -132,13 +132,13 @@ def _rows(paths: Sequence[str]) -> Mapping[Path, list[str]]:
     Raises:
         UserError: If one names no row.
     """
-    found: dict[Path, list[str]] = {}
+    rows: dict[Path, list[str]] = {}
     for path in paths:
         folder, name = store_of(path) or (Path(path), "")
         names = [line["row"] for line in Store(folder).matching(name)] if name else []
         ensure(bool(names), f"{path}: no row of a store there; add one by fl-lightning study add")
-        found.setdefault(folder, []).extend(names)
-    return found
+        rows.setdefault(folder, []).extend(names)
+    return rows
 
 
 def _add(paths: Sequence[str], into: Path) -> None:
@@ -151,12 +151,12 @@ def _add(paths: Sequence[str], into: Path) -> None:
 
     added = list[str]()
     with Store.edited(into) as store:
-        for place in (folder for given in paths for folder in located(given)):
-            found = find_runs([place])
-            for run in found:
+        for place in (folder for path in paths for folder in located(path)):
+            runs = find_runs([place])
+            for run in runs:
                 inside = run.relative_to(place).parts
                 parts = [part for part in inside if not part.startswith("version_")] or [RunFolder(run).name]
-                several = run.name != parts[-1] and sum(other.parent == run.parent for other in found) > 1
+                several = run.name != parts[-1] and sum(other.parent == run.parent for other in runs) > 1
                 added.append("/".join([*parts, *[run.name] * several]))
                 add(run, store, added[-1])
         if "methods" in about_of(into):
@@ -180,8 +180,8 @@ def _check(rows: Sequence[tuple[Path, str]], settings: Sequence[str], tolerance:
 
     wrong = 0
     for row, again in check(rows, settings, tolerance, build_trial, minutes):
-        good = again.met(tolerance)
-        wrong += not good
-        say(f"{short_path(row)}: {again.text()}{'' if good else ': WRONG'}")
+        met = again.met(tolerance)
+        wrong += not met
+        say(f"{short_path(row)}: {again.text()}{'' if met else ': WRONG'}")
     if wrong:
         raise UserError(f"{wrong} of {len(rows)} rows are not met; see the lines above")

@@ -17,7 +17,7 @@ from fl_lightning.sweeps.file import Sweep
 from fl_lightning.sweeps.trials import complain, last_metrics, short
 
 SHOWN = 30
-"""Trials of the live table."""
+"""Maximum number of trials in the live table."""
 
 
 @checked
@@ -34,26 +34,26 @@ def run(
         out: Folder in which the sweep's own one, named after it, lies.
         loggers: Whether the runs have their config's loggers, such as W&B; every run writes metrics.csv.
     """
-    listed, sweep = seeds_of(seeds), Sweep.read(find_config(file, "file"))
+    seed_values, sweep = seeds_of(seeds), Sweep.read(find_config(file, "file"))
     sweep = sweep if loggers else replace(sweep, args=(*sweep.args, "--trainer.loggers=[]"))
-    controller = Controller(sweep, Path(out) / sweep.name, listed, seed)
+    controller = Controller(sweep, Path(out) / sweep.name, seed_values, seed)
 
     screen = console()
     say(f"sweep {sweep.name}: {controller.search.about}; folder: {controller.folder}")
-    shown = partial(_table, controller, SHOWN, screen.width)
-    live = Live(get_renderable=shown, console=screen, refresh_per_second=1, transient=True)
+    render = partial(_table, controller, SHOWN, screen.width)
+    live = Live(get_renderable=render, console=screen, refresh_per_second=1, transient=True)
     with live if screen.is_terminal else nullcontext():
-        for found in controller.run(build_trial, jobs, check_trial):
-            value = controller.objective.value(found.folder)
+        for outcome in controller.run(build_trial, jobs, check_trial):
+            value = controller.objective.value(outcome.folder)
             number = "not measured" if value is None else f"{value:.4g}"
-            text = found.error or f"{'kept' if found.kept else 'finished'}, {controller.objective.name} {number}"
-            say(f"{found.trial.name}: {text}")
+            text = outcome.error or f"{'kept' if outcome.kept else 'finished'}, {controller.objective.name} {number}"
+            say(f"{outcome.trial.name}: {text}")
     screen.print(_table(controller, len(controller.trials), screen.width))
     if (best := controller.best()) is not None:
-        settings, of_one, value = best
-        named = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
-        mean = f"mean of {len(of_one)} seeds " if len(of_one) > 1 else ""
-        say(f"best: {named}; {controller.label}: {mean}{value:.4g}")
+        settings, trials, value = best
+        description = ", ".join(f"{key} = {chosen}" for key, chosen in settings.items())
+        mean = f"mean of {len(trials)} seeds " if len(trials) > 1 else ""
+        say(f"best: {description}; {controller.label}: {mean}{value:.4g}")
         for doubt in controller.doubts():
             say(f"  {doubt}")
         say(f"its config: {controller.folder / 'best.yaml'}")
@@ -62,19 +62,19 @@ def run(
     if len(varied) == 2:
         names = ",".join(short_names(varied))
         print(command("fl-lightning", "compare", str(controller.folder), "--pivot", names, before="its pivot: "))
-    ended = list(controller.outcomes.values())
-    complain(ended)
-    for o in ended[:1] if best is None else ():
-        measured = ", ".join(last_metrics(o.folder)) or "nothing"
+    outcomes = list(controller.outcomes.values())
+    complain(outcomes)
+    for outcome in outcomes[:1] if best is None else ():
+        measured = ", ".join(last_metrics(outcome.folder)) or "nothing"
         raise UserError(f"metric.name = {controller.objective.name}: no run has measured it; choose from {measured}")
 
 
-def _table(controller: Controller, most: int, width: int) -> Group:
-    """The trials, those that run first."""
+def _table(controller: Controller, limit: int, width: int) -> Group:
+    """Returns the table of the trials, those that run first."""
     keys = [*dict.fromkeys(key for trial in controller.trials for key in trial.settings)]
     states = [(trial, *controller.state(trial)) for trial in controller.trials]
     order = ("running", "failed", "finished", "waiting")
-    shown = states if len(states) <= most else sorted(states, key=lambda row: order.index(row[1]))[:most]
+    shown = states if len(states) <= limit else sorted(states, key=lambda row: order.index(row[1]))[:limit]
     rows = [
         [
             *(escape(short(trial.settings.get(key, ""))) for key in keys),
@@ -85,5 +85,5 @@ def _table(controller: Controller, most: int, width: int) -> Group:
         for trial, state, done, value in shown
     ]
     heads = [*(key.rpartition(".")[2] for key in keys), "state", "round", controller.label]
-    caption = f"and {len(states) - most} more" if len(states) > most else None
+    caption = f"and {len(states) - limit} more" if len(states) > limit else None
     return Group(*fitting(filled(heads, rows, len(keys) + 1, box=None, caption=caption), width, len(keys) or 1))

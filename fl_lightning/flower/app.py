@@ -42,10 +42,10 @@ def client_app(run: Callable[[], Run]) -> ClientApp:
     def train(message: flwr.app.Message, context: Context) -> flwr.app.Message:
         config = context.node_config
         try:
-            asked = unpacked(message.content)
-            folder, name = config.get("state-folder"), Path(str(asked.values["round"]["run"])).name.lstrip(".")
-            kept = Records(context.state) if folder is None else Folder(Path(str(folder)).expanduser() / name)
-            reply = Node(run(), int(config.get("partition-id", 0))).answer(asked, kept)
+            request = unpacked(message.content)
+            folder, name = config.get("state-folder"), Path(str(request.values["round"]["run"])).name.lstrip(".")
+            states = Records(context.state) if folder is None else Folder(Path(str(folder)).expanduser() / name)
+            reply = Node(run(), int(config.get("partition-id", 0))).answer(request, states)
         except UserError as error:
             return flwr.app.Message(flwr.app.Error(FAILED, str(error)), reply_to=message)
         return flwr.app.Message(packed(reply), reply_to=message)
@@ -69,10 +69,12 @@ def server_app(build: Callable[[], Any]) -> ServerApp:
 
     def main(grid: Grid, context: Context) -> None:
         config = context.run_config
-        made, send = build(), GridSend(grid, float(config["wait"]))
+        objects, send = build(), GridSend(grid, float(config["wait"]))
         nodes, ckpt_path = int(config["nodes"]) or None, str(config["ckpt-path"]) or None
         try:
-            server.fit(send, nodes, made.trainer, made.model, made.data, ckpt_path, int(config["min-replies"]) or None)
+            server.fit(
+                send, nodes, objects.trainer, objects.model, objects.data, ckpt_path, int(config["min-replies"]) or None
+            )
         except UserError as error:
             raise Ended(str(error)) from None
 
@@ -146,23 +148,23 @@ class GridSend:
         return {number: node for node, number in reversed(self._numbers.items()) if number >= 0}
 
     def _answers(self, nodes: set[int]) -> dict[int, int]:
-        """Returns the numbers of nodes; of one whose answer holds none, -1 after a line."""
-        asked = [flwr.app.Message(RecordDict(), node, "query") for node in nodes]
+        """Returns the numbers of nodes; for one whose answer holds none it prints a line, and returns -1."""
+        queries = [flwr.app.Message(RecordDict(), node, "query") for node in nodes]
         numbers = {}
-        for reply in self.grid.send_and_receive(asked, timeout=min(self.wait, QUERY)) if asked else ():
+        for reply in self.grid.send_and_receive(queries, timeout=min(self.wait, QUERY)) if queries else ():
             node = reply.metadata.src_node_id
             if reply.has_content():
                 number: object = reply.content.config_records.get("node", {}).get("number")
-                what = f"its number is {number!r:.20}"
+                problem = f"its number is {number!r:.20}"
             elif reply.error.code == FAILED:
-                number, what = None, folded(reply.error.reason, 200)
+                number, problem = None, folded(reply.error.reason, 200)
             else:
                 continue
             if type(number) is int and number >= 0:
                 numbers[node] = number
             else:
                 numbers[node] = -1
-                print(f"Flower's node {node}: {what}; it trains no clients (give partition-id a number from 0 on)")
+                print(f"Flower's node {node}: {problem}; it trains no clients (give partition-id a number from 0 on)")
         return numbers
 
 
@@ -202,8 +204,8 @@ def array_record(values: Mapping[str, Tensor]) -> ArrayRecord:
 
 def tensors(record: ArrayRecord) -> dict[str, Tensor]:
     """Returns the tensors of Flower's record; bytes of another machine that are no tensor are left out."""
-    found = {}
+    decoded = {}
     for name, array in record.items():
         with suppress(Exception):
-            found[name] = torch.from_numpy(array.numpy())
-    return found
+            decoded[name] = torch.from_numpy(array.numpy())
+    return decoded

@@ -46,10 +46,10 @@ CONTEXT = tuple(field.name for field in fields(ClientContext) if field.name not 
 
 def checksum(*tensors: Tensor) -> int:
     """Returns the CRC-32 of the tensors' bytes."""
-    found = 0
+    crc = 0
     for tensor in tensors:
-        found = crc32(tensor.detach().cpu().numpy().tobytes(), found)
-    return found
+        crc = crc32(tensor.detach().cpu().numpy().tobytes(), crc)
+    return crc
 
 
 # The version of a client's state is the CRC-32 of its content as 8 hexadecimal digits; "" before first contact
@@ -90,12 +90,12 @@ class Node:
         self.engine = run.make_engine("debug" if run.settings.engine == "debug" else "sequential")
         self._w0 = checksum(run.server.w)
 
-    def answer(self, message: Message, kept: Kept) -> Message:
+    def answer(self, message: Message, states: Kept) -> Message:
         """Trains the clients that a message names, one after another, and stores their new states as versions.
 
         Args:
             message: The server's message.
-            kept: The states that this node keeps for the server's run.
+            states: The states that this node keeps for the server's run.
 
         Returns:
             The reply, with each client's upload.
@@ -119,37 +119,37 @@ class Node:
                     client < run.data.num_clients and client % int(about["nodes"]) == self.number,
                     f"client {client}: not one of node {self.number}; give {about['nodes']} nodes their partition-id",
                 )
-                upload, replies[record] = self._train(client, received, message.values[record], kept)
+                upload, replies[record] = self._train(client, received, message.values[record], states)
                 uploads[f"up.{client}"] = upload
         return Message(uploads, replies)
 
     def _train(
-        self, client: int, received: State, values: Mapping[str, Value], kept: Kept
+        self, client: int, received: State, values: Mapping[str, Value], states: Kept
     ) -> tuple[dict[str, Tensor], dict[str, Value]]:
         run = self.run
         ctx = ClientContext(flat=run.objective.flat, **{name: values[name] for name in CONTEXT})  # type: ignore[arg-type]
-        here = int(run.data.client_sizes[client])
+        samples = int(run.data.client_sizes[client])
         ensure(
-            ctx.n_k == here,
-            f"client {client}: has {here} samples here, {ctx.n_k} on the server; give both the same data",
+            ctx.n_k == samples,
+            f"client {client}: has {samples} samples here, {ctx.n_k} on the server; give both the same data",
         )
-        row = None if values["version"] == "" else self._row(client, str(values["version"]), kept)
+        row = None if values["version"] == "" else self._row(client, str(values["version"]), states)
         state = run.clients.get(client, received.w, run.objective.scratch_inits(), row)
         job = Job(client, state, received, ctx, run.minibatches(client, ctx), int(values["seed"]))
         (result,) = self.engine.train([job])
         keep = {str(values["version"]), *str(values["keep"]).split()}
-        version = _stored(client, result.state, keep, kept) if result.state else ""
+        version = _stored(client, result.state, keep, states) if result.state else ""
         upload = {name: value.cpu() for name, value in result.upload.items()}
         return upload, {"loss": float(result.loss), "finite": bool(result.finite), "version": version}
 
-    def _row(self, client: int, version: str, kept: Kept) -> State:
+    def _row(self, client: int, version: str, states: Kept) -> State:
         key = f"{client}.{version}"
         ensure(
-            key in kept,
+            key in states,
             f"client {client}: its node has no state {version}; continue with the node's own folder and "
             "ckpt_path = last, or start again",
         )
-        state = kept[key]
+        state = states[key]
         ensure(
             {name: tuple(value.shape) for name, value in state.items()} == self.run.clients.shapes,
             f"client {client}: its state {version} is that of another algorithm or optimizer; continue with the run's "
@@ -158,14 +158,14 @@ class Node:
         return State({name: value.to(self.run.server.w) for name, value in state.items()})
 
 
-def _stored(client: int, state: State, keep: set[str], kept: Kept) -> str:
+def _stored(client: int, state: State, keep: set[str], states: Kept) -> str:
     """Stores a client's new state, removes all versions but this one and those in ``keep``, and returns its version."""
-    here = {name: value.cpu() for name, value in state.items()}
-    version = version_of(here)
-    kept[f"{client}.{version}"] = here
-    needed = {f"{client}.{each}" for each in {version, *keep}}
-    for old in [key for key in kept if key.startswith(f"{client}.") and key not in needed]:
-        del kept[old]
+    tensors = {name: value.cpu() for name, value in state.items()}
+    version = version_of(tensors)
+    states[f"{client}.{version}"] = tensors
+    needed = {f"{client}.{needed_version}" for needed_version in {version, *keep}}
+    for old in [key for key in states if key.startswith(f"{client}.") and key not in needed]:
+        del states[old]
     return version
 
 

@@ -174,8 +174,8 @@ class Versions(ClientStore):
     def versions(self, job: Job) -> dict[str, Value]:
         """Returns the version that a client trains from, and the versions that its node keeps in reserve."""
         row = self.row(job.client)  # a round that fails in its second phase returns to this row
-        kept = {self._saved.get(job.client, ""), version_in(row[KEPT]) if row else ""} - {""}
-        return {"version": version_in(job.state[KEPT]) if self.inits else "", "keep": " ".join(sorted(kept))}
+        versions = {self._saved.get(job.client, ""), version_in(row[KEPT]) if row else ""} - {""}
+        return {"version": version_in(job.state[KEPT]) if self.inits else "", "keep": " ".join(sorted(versions))}
 
     def state_dict(self, pin: bool | Path = False) -> dict[str, Any]:
         self._being_saved = self._saved if pin else self._all()
@@ -211,32 +211,34 @@ class RemoteEngine(Engine):
 
     def train(self, jobs: Sequence[Job]) -> Iterator[LocalResult]:
         by_node = grouped((job.client % self.run.nodes, job) for job in jobs)
-        asked = {node: self._message(its) for node, its in by_node.items()}
-        answers = self.run.send(asked) if asked else {}
-        replies = {node: answers.get(node, NodeLost("no reply")) for node in asked}
-        here = {node: reply for node, reply in replies.items() if isinstance(reply, Message)}
+        messages = {node: self._message(node_jobs) for node, node_jobs in by_node.items()}
+        answers = self.run.send(messages) if messages else {}
+        replies = {node: answers.get(node, NodeLost("no reply")) for node in messages}
+        received = {node: reply for node, reply in replies.items() if isinstance(reply, Message)}
         failed = {node: reply for node, reply in replies.items() if isinstance(reply, UserError)}
-        self._check(jobs, sum(len(by_node[node]) for node in here), failed)
-        yield from (self._result(job, here[node]) for job in jobs if (node := job.client % self.run.nodes) in here)
+        self._check(jobs, sum(len(by_node[node]) for node in received), failed)
+        yield from (
+            self._result(job, received[node]) for job in jobs if (node := job.client % self.run.nodes) in received
+        )
 
     def _check(self, jobs: Sequence[Job], replies: int, failed: Mapping[int, UserError]) -> None:
-        """Checks that enough clients have replied, and prints which nodes are lost, or are there again, since then.
+        """Checks that enough clients have replied, and prints which nodes are newly lost, or are back.
 
         Raises:
             UserError: If they have not.
         """
-        least = len(jobs) if self.run.min_replies is None else min(self.run.min_replies, len(jobs))
-        if replies < least:
+        required = len(jobs) if self.run.min_replies is None else min(self.run.min_replies, len(jobs))
+        if replies < required:
             lost = all(isinstance(error, NodeLost) for error in failed.values())
             remedy = "; start it again, then continue with ckpt-path = last, or allow it by min-replies" if lost else ""
-            few = "" if least == len(jobs) else f" ({replies} clients have replied, min-replies is {least})"
-            raise UserError(f"{_named(failed)}{few}{remedy}")
-        asked, t = {job.client % self.run.nodes for job in jobs}, self.run.rounds_done
+            note = "" if required == len(jobs) else f" ({replies} clients have replied, min-replies is {required})"
+            raise UserError(f"{_named(failed)}{note}{remedy}")
+        nodes, t = {job.client % self.run.nodes for job in jobs}, self.run.rounds_done
         if new := {node: error for node, error in failed.items() if node not in self._lost}:
             self.run.fabric.print(f"round {t + 1}: {_named(new)}; until it replies again, its clients are dropped")
-        if again := sorted(self._lost & (asked - failed.keys())):
+        if again := sorted(self._lost & (nodes - failed.keys())):
             self.run.fabric.print(f"round {t + 1}: {listed('node', again)}: replies again")
-        self._lost = (self._lost - asked) | failed.keys()
+        self._lost = (self._lost - nodes) | failed.keys()
 
     def _message(self, jobs: Sequence[Job]) -> Message:
         run, received = self.run, {name: value.cpu() for name, value in jobs[0].received.items()}
@@ -258,24 +260,24 @@ class RemoteEngine(Engine):
 
     def _result(self, job: Job, reply: Message) -> LocalResult:
         """Returns what a client has replied; where it is not an upload of this run, NaN, which the server refuses."""
-        like, shown = job.received.w, self.run.contract[job.ctx.phase]
+        like, contract = job.received.w, self.run.contract[job.ctx.phase]
         loss, upload = like.new_tensor(torch.nan), dict[str, Tensor]()
         state = State({KEPT: like.new_full((3,), torch.nan)} if self.run.clients.inits else {})
         try:
             values, arrived = reply.values[f"client.{job.client}"], reply.tensors[f"up.{job.client}"]
             upload = self._decoded(
-                {name: _checked(name, arrived[name], wanted) for name, wanted in shown.upload.items()}, job
+                {name: _checked(name, arrived[name], wanted) for name, wanted in contract.upload.items()}, job
             )
             loss = like.new_tensor(float(values["loss"]))
             # a state that is not finite stays on its node
             if self.run.clients.inits and values["finite"]:
                 state = State({KEPT: row_of(_version(values["version"]), like)})
         except (KeyError, TypeError, ValueError) as error:
-            upload = {name: like.new_full(v.shape, torch.nan) for name, v in shown.arrived.items()}
+            upload = {name: like.new_full(v.shape, torch.nan) for name, v in contract.arrived.items()}
             if job.client not in self._refused and len(self._refused) < LINES:
-                what = f"its reply lacks {error}" if isinstance(error, KeyError) else str(error)
+                cause = f"its reply lacks {error}" if isinstance(error, KeyError) else str(error)
                 self.run.fabric.print(
-                    f"client {job.client}: {what}; refused (do server and node have the same fl_lightning and config?)"
+                    f"client {job.client}: {cause}; refused (do server and node have the same fl_lightning and config?)"
                 )
                 self._refused.add(job.client)
         # the local model is not on the wire, and nothing on the server reads it
@@ -297,10 +299,10 @@ def _checked(name: str, value: Tensor, wanted: Tensor) -> Tensor:
     Raises:
         ValueError: If it has others.
     """
-    found, right = ((tuple(x.shape), x.dtype, x.layout) for x in (value, wanted))
-    if found != right:
-        shown = [" ".join([*map(str, each[: 2 + (found[2] != right[2])])]) for each in (found, right)]
-        raise ValueError(f"its upload {name} is {shown[0]}, not {shown[1]}".replace("torch.", ""))
+    actual, expected = ((tuple(x.shape), x.dtype, x.layout) for x in (value, wanted))
+    if actual != expected:
+        texts = [" ".join([*map(str, form[: 2 + (actual[2] != expected[2])])]) for form in (actual, expected)]
+        raise ValueError(f"its upload {name} is {texts[0]}, not {texts[1]}".replace("torch.", ""))
     return value
 
 

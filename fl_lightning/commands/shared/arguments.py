@@ -27,17 +27,17 @@ def joined(args: Sequence[str]) -> list[str]:
 
     A setting without a value is true: so W&B's agent writes it for ``${args_no_boolean_flags}``.
     """
-    found, coming = list[str](), iter(pairwise([*args, "--"]))
-    for given, after in coming:
-        arg = re.sub(r"^--values\+(?==|$)", "--values", re.sub("^-c(onfig)?(?==|$)", "--config", given))
+    options, pairs = list[str](), iter(pairwise([*args, "--"]))
+    for raw, after in pairs:
+        arg = re.sub(r"^--values\+(?==|$)", "--values", re.sub("^-c(onfig)?(?==|$)", "--config", raw))
         if _option(arg) in (*SETTINGS, "ckpt_path", "seeds", "values") and "=" not in arg:
             if not after.startswith("--"):
-                next(coming)
+                next(pairs)
                 arg = f"{arg}={after}"
             elif "." in arg and not arg.endswith(".help"):
                 arg = f"{arg}=true"
-        found.append(arg)
-    return found
+        options.append(arg)
+    return options
 
 
 def prepare(args: Sequence[str]) -> list[str]:
@@ -48,7 +48,7 @@ def prepare(args: Sequence[str]) -> list[str]:
     """
     args = _with_config_of_run(joined(args))
     values = [arg.removeprefix("--values=") for arg in args if _option(arg) == "values"]
-    readable = [each for arg in without(args, "values") for each in _afresh(_readable(arg))]
+    readable = [option for arg in without(args, "values") for option in _afresh(_readable(arg))]
     return [*readable, f"--values={json.dumps(values)}"] if values else readable
 
 
@@ -66,8 +66,8 @@ def _afresh(arg: str) -> list[str]:
 def lists_classes(value: Any) -> bool:
     """Returns whether a value is a list that names a class."""
     return isinstance(value, list) and any(
-        re.fullmatch(r"(\w+\.)*[A-Z]\w*", str(each.get("class_path") if isinstance(each, dict) else each))
-        for each in value
+        re.fullmatch(r"(\w+\.)*[A-Z]\w*", str(entry.get("class_path") if isinstance(entry, dict) else entry))
+        for entry in value
     )
 
 
@@ -87,10 +87,10 @@ def seeds_of(listed: str) -> list[int]:
     Raises:
         UserError: If they are not different numbers.
     """
-    found = listed.split(",")
-    good = all(text.isdecimal() for text in found) and len({*map(int, found)}) == len(found)
-    require(good, "seeds", listed, "give different numbers, such as 0,1,2")
-    return [int(text) for text in found]
+    texts = listed.split(",")
+    valid = all(text.isdecimal() for text in texts) and len({*map(int, texts)}) == len(texts)
+    require(valid, "seeds", listed, "give different numbers, such as 0,1,2")
+    return [int(text) for text in texts]
 
 
 def model_of_configs(args: Sequence[str]) -> dict[str, Any]:
@@ -103,45 +103,45 @@ def model_of_configs(args: Sequence[str]) -> dict[str, Any]:
     for file in (arg.removeprefix("--config=") for arg in args if _option(arg) == "config"):
         model = settings_in(Path(file)).get("model")
         if isinstance(model, dict) and "class_path" in model:
-            own = model.get("init_args") or {}
-            settings, path = {**(settings if model["class_path"] == path else {}), **own}, model["class_path"]
+            init_args = model.get("init_args") or {}
+            settings, path = {**(settings if model["class_path"] == path else {}), **init_args}, model["class_path"]
     return {"class_path": path, "init_args": settings} if path else {}
 
 
 def said_of(args: Sequence[str], *parts: str) -> str:
     """Returns what arguments, by `prepare`, and their configs say of some parts of a run, in their order, as a key."""
-    found = list[Any]()
+    settings = list[Any]()
     for arg in args:
         name, _, value = arg.partition("=")
         if name == "--config":
             content = settings_in(Path(value))
-            found.append({part: content[part] for part in parts if part in content})
+            settings.append({part: content[part] for part in parts if part in content})
         elif _option(arg) in parts:
-            found.append(arg)
-    return json.dumps(found, default=str)
+            settings.append(arg)
+    return json.dumps(settings, default=str)
 
 
 @cache
 def settings_in(config: Path) -> dict[str, Any]:
-    """Returns the settings in a config; nothing of a file without a mapping."""
-    found = load_yaml(config.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    """Returns the settings in a config; none for a file without a mapping."""
+    content = load_yaml(config.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
 
 
-def kept(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def kept(config_model: Mapping[str, Any], run_model: Mapping[str, Any]) -> list[str]:
     """Returns the settings of a config's model that another algorithm in its place still has.
 
     Args:
-        before: The config's, by `model_of_configs`.
-        now: The run's.
+        config_model: The model of the config, by `model_of_configs`.
+        run_model: The model of the run.
     """
-    if not before or _class_or_value(before) == _class_or_value(now):
+    if not config_model or _class_or_value(config_model) == _class_or_value(run_model):
         return []
-    own, settings = before["init_args"], now.get("init_args", {})
+    config_settings, run_settings = config_model["init_args"], run_model.get("init_args", {})
     return [
         name
-        for name, value in own.items()
-        if name != "net" and value is not None and _class_or_value(value) == _class_or_value(settings.get(name))
+        for name, value in config_settings.items()
+        if name != "net" and value is not None and _class_or_value(value) == _class_or_value(run_settings.get(name))
     ]
 
 
@@ -153,12 +153,12 @@ def _class_or_value(value: Any) -> Any:
 
 def whole_numbers(args: list[str], message: str) -> list[str]:
     """Writes an integer that is given as 3.0 or 3e0 as 3, if the parser's message is about that."""
-    found = re.search(r"Expected an? <class 'int'>\. Got value: (-?\d+)\.0+\s*$", message, re.M)
+    match = re.search(r"Expected an? <class 'int'>\. Got value: (-?\d+)\.0+\s*$", message, re.M)
 
     def written(arg: str) -> str:
         name, _, value = arg.partition("=")
         is_number = re.fullmatch(r"-?\d+\.0+|-?\d+(\.\d*)?[eE]\+?\d+", value)
-        return f"{name}={found[1]}" if found and is_number and float(value) == float(found[1]) else arg
+        return f"{name}={match[1]}" if match and is_number and float(value) == float(match[1]) else arg
 
     return [*map(written, args)]
 
@@ -194,18 +194,18 @@ def _appended_once(config: Mapping[str, Any], args: Sequence[str]) -> list[str]:
 
     So the arguments that have begun a run also continue it.
     """
-    again: dict[str, list[Any]] = {}
+    appended: dict[str, list[Any]] = {}
     for key, value in (re.split(r"\+=", arg, maxsplit=1) for arg in args if re.match(r"--[\w.]+\+=", arg)):
-        with suppress(yaml.YAMLError):  # which the parser names
-            given = load_yaml(_yaml(value))
-            again.setdefault(key, []).extend(map(_class_or_value, given if isinstance(given, list) else [given]))
-    found = []
-    for key, names in again.items():
-        listed = setting_of(config, key.removeprefix("--"))
-        kept = [each for each in listed or () if _class_or_value(each) not in names]
-        if isinstance(listed, list) and len(kept) < len(listed):
-            found.append(f"{key}={json.dumps(kept)}")
-    return found
+        with suppress(yaml.YAMLError):  # the parser names the mistake
+            added = load_yaml(_yaml(value))
+            appended.setdefault(key, []).extend(map(_class_or_value, added if isinstance(added, list) else [added]))
+    options = []
+    for key, names in appended.items():
+        entries = setting_of(config, key.removeprefix("--"))
+        remaining = [entry for entry in entries or () if _class_or_value(entry) not in names]
+        if isinstance(entries, list) and len(remaining) < len(entries):
+            options.append(f"{key}={json.dumps(remaining)}")
+    return options
 
 
 def _readable(arg: str) -> str:
@@ -228,7 +228,7 @@ def _readable(arg: str) -> str:
 
 def _loadable(config: Path) -> Path:
     """Refuses the config of a run that a program has made of objects that no config can name."""
-    with suppress(yaml.YAMLError):  # which the parser names
+    with suppress(yaml.YAMLError):  # the parser names the mistake
         _check_names(f"config = {config}", settings_in(config), settings=True)
     unnamed = only_python(settings_in(config)) if ONLY_PYTHON.search(config.read_text(encoding="utf-8")) else {}
     for key, text in unnamed.items():
@@ -266,7 +266,7 @@ def _yaml(value: str) -> str:
     try:
         return json.dumps(ast.literal_eval(value))
     except (ValueError, SyntaxError, TypeError):
-        return value  # YAML already
+        return value  # it is YAML already
 
 
 SUFFIX = ".yaml"
@@ -303,7 +303,7 @@ def find_config(name: str, key: str = "config") -> Path:
     if short in names:
         return configs_folder() / f"{short}{SUFFIX}"
     ensure(not Path(name).is_dir(), f"{key} = {name}: a folder; give a config of it, such as config.yaml")
-    ends = [known for known in names if known.endswith(f"/{short.rpartition('/')[2]}")]
-    near = ends or similar(short, names, cutoff=0.5)
+    matches = [known for known in names if known.endswith(f"/{short.rpartition('/')[2]}")]
+    near = matches or similar(short, names, cutoff=0.5)
     hint = f"did you mean {', '.join(near[:4])}?" if near else "`fl-lightning configs` lists the names"
     raise UserError(f"{key} = {name}: no such file or config; {hint}")

@@ -59,11 +59,11 @@ def to_continue(
     name = trainer.run_name(model, data, kind)
     if ckpt_path == "auto":
         # on a shared disk the processes may see different files
-        found = on_rank_zero(trainer.fabric, lambda: _of_same_config(trainer, trainer.default_root_dir / name))
-        if found is None:
+        newest = on_rank_zero(trainer.fabric, lambda: _of_same_config(trainer, trainer.default_root_dir / name))
+        if newest is None:
             trainer.fabric.print(f"auto: no run of this config in {trainer.default_root_dir / name}; a new one begins")
             return None
-        path = Path(found)
+        path = Path(newest)
     elif ckpt_path in ("last", "best"):
         path = RunFolder.find_checkpoint(ckpt_path, trainer.default_root_dir, name)
     else:
@@ -71,14 +71,14 @@ def to_continue(
     run = RunFolder.of_checkpoint(path)
     if not (config := config_of(run.path)):
         return ckpt_path  # it was started from Python
-    differ = differences(config, trainer.config)
-    if other := [line for line in differ if OTHER_RUN.match(line)]:
+    changes = differences(config, trainer.config)
+    if conflicts := [line for line in changes if OTHER_RUN.match(line)]:
         raise UserError(
-            f"ckpt_path = {ckpt_path}: the newest run, {run.path}, has {', '.join(other)}; name the run that you mean: "
-            f"--ckpt_path {path}"
+            f"ckpt_path = {ckpt_path}: the newest run, {run.path}, has {', '.join(conflicts)}; name the run that you "
+            f"mean: --ckpt_path {path}"
         )
-    differing = f"; settings that differ: {', '.join(differ)}" if differ else ""
-    trainer.fabric.print(f"{ckpt_path}: {run.path}, round {checkpoint.load(path)['round']}{differing}")
+    note = f"; settings that differ: {', '.join(changes)}" if changes else ""
+    trainer.fabric.print(f"{ckpt_path}: {run.path}, round {checkpoint.load(path)['round']}{note}")
     return str(path)
 
 
@@ -99,21 +99,21 @@ class _Config(ActionConfigFile):
 
     def __call__(self, parser: Any, settings: Namespace, file: str, *more: Any) -> None:  # type: ignore[override]
         """Adds the settings in a config to those before."""
-        with suppress(yaml.YAMLError):  # which the parser names
+        with suppress(yaml.YAMLError):  # the parser names the mistake
             _empty_lists(settings, settings_in(Path(file)) if Path(file).is_file() else {})
         super().__call__(parser, settings, file, *more)  # type: ignore[no-untyped-call]
 
 
-def _empty_lists(settings: Namespace, given: Mapping[str, Any]) -> None:
+def _empty_lists(settings: Namespace, config: Mapping[str, Any]) -> None:
     """Empties the lists in settings that are given anew."""
-    for key, value in given.items():
-        own = settings if key in settings else settings.get("init_args")
-        if not isinstance(own, Namespace) or key not in own:
+    for key, value in config.items():
+        owner = settings if key in settings else settings.get("init_args")
+        if not isinstance(owner, Namespace) or key not in owner:
             continue
-        if lists_classes(value) and isinstance(own[key], list):
-            own[key] = []
-        elif isinstance(value, dict) and isinstance(own[key], Namespace):
-            _empty_lists(own[key], value)
+        if lists_classes(value) and isinstance(owner[key], list):
+            owner[key] = []
+        elif isinstance(value, dict) and isinstance(owner[key], Namespace):
+            _empty_lists(owner[key], value)
 
 
 class FederatedParser(Parser, LightningArgumentParser):
@@ -133,30 +133,32 @@ class FederatedParser(Parser, LightningArgumentParser):
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Parses settings. Where ``+=`` appends to null, it appends to the list that null stands for."""
         for key, classes in self.null.items():
-            before = kwargs.get("namespace") or {}
-            if f"{key}+" in obj and before.get(key) is None:
-                given = {**before, key: [{"class_path": name} for name in classes]}
-                kwargs["namespace"] = Namespace(given)  # type: ignore[no-untyped-call]
+            namespace = kwargs.get("namespace") or {}
+            if f"{key}+" in obj and namespace.get(key) is None:
+                settings = {**namespace, key: [{"class_path": name} for name in classes]}
+                kwargs["namespace"] = Namespace(settings)  # type: ignore[no-untyped-call]
         return super().parse_object(obj, *args, **kwargs)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Returns the help: types in words, and of a setting's classes those of this package that fit its key."""
-        whole = super(Parser, self).format_help(*args, **kwargs)
-        whole = re.sub(r"\Ausage: fl-lightning --.*?\n\n", "", whole, flags=re.DOTALL)  # of a class: its usage is none
-        return readable(re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, whole))
+        text = super(Parser, self).format_help(*args, **kwargs)
+        text = re.sub(r"\Ausage: fl-lightning --.*?\n\n", "", text, flags=re.DOTALL)  # the help of a class has none
+        return readable(re.sub(r",\s+known\s+subclasses:([^)]*)\)", _own_classes, text))
 
 
 def _own_classes(match: re.Match[str]) -> str:
     paths = "".join(match[1].split()).split(",")
-    named = [path.removeprefix("fl_lightning.") for path in paths if path.startswith("fl_lightning.")]
+    names = [path.removeprefix("fl_lightning.") for path in paths if path.startswith("fl_lightning.")]
     setting = re.findall(r"^  --(?:\S+\.)?(\w+)", match.string[: match.start()], re.M)[-1]
-    public = [name for name in named if name in fl_lightning.__all__ and name != "Part"]
+    public = [name for name in names if name in fl_lightning.__all__ and name != "Part"]
     keys = {name: getattr(fl_lightning, name).config_key.partition(":")[0] for name in public}
     fitting = [name for name in public if keys[name].rpartition(".")[2] == setting]
-    own = fitting or [name for name in public if "." not in keys[name] and keys[name] not in PARTS]
-    if len(named) < len(paths) or not own:
-        own.append("or a loss of torch.nn" if setting == "loss" else "or a dotted path" if own else "by a dotted path")
-    return ",\n" + fill(f"classes: {', '.join(own)})", 80, initial_indent=INDENT, subsequent_indent=INDENT)
+    choices = fitting or [name for name in public if "." not in keys[name] and keys[name] not in PARTS]
+    if len(names) < len(paths) or not choices:
+        choices.append(
+            "or a loss of torch.nn" if setting == "loss" else "or a dotted path" if choices else "by a dotted path"
+        )
+    return ",\n" + fill(f"classes: {', '.join(choices)})", 80, initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 class FederatedCLI(Command, LightningCLI):
@@ -239,24 +241,24 @@ class FederatedCLI(Command, LightningCLI):
             UserError: If a setting is out of range, or a secret is missing.
         """
         if "trainer" in self.needs:
-            given = self.config.trainer
-            ensure(hasattr(given, "seed"), "trainer: no mapping of settings; give one, such as {max_rounds: 100}")
-            require(given.seed >= 0, "trainer.seed", given.seed, "give a whole number of 0 or more")
-            torch.manual_seed(generator(given.seed, "initial weights").initial_seed())
+            trainer = self.config.trainer
+            ensure(hasattr(trainer, "seed"), "trainer: no mapping of settings; give one, such as {max_rounds: 100}")
+            require(trainer.seed >= 0, "trainer.seed", trainer.seed, "give a whole number of 0 or more")
+            torch.manual_seed(generator(trainer.seed, "initial weights").initial_seed())
         self.config.pop("seed_everything", None)  # LightningCLI has read it
         config = self.resolved()
         settings = config["model"].get("init_args", {}) if nets is not None else {}
-        net = json.dumps(settings.get("net"))
-        if nets and net in nets:
-            self.config.model.init_args.net = nets[net]
+        key = json.dumps(settings.get("net"))
+        if nets and key in nets:
+            self.config.model.init_args.net = nets[key]
         super().instantiate_classes()
-        made: Namespace = self.config_init
+        objects: Namespace = self.config_init
         if nets is not None:
-            nets[net] = made.model.net
+            nets[key] = objects.model.net
         if "trainer" in self.needs:
-            made.trainer = self.trainer
-            made.trainer.config = config
-        return made
+            objects.trainer = self.trainer
+            objects.trainer.config = config
+        return objects
 
     def resolved(self) -> dict[str, Any]:
         """Returns the config of the run with every default and without secrets, as its run folder has it.
@@ -291,23 +293,25 @@ class FederatedCLI(Command, LightningCLI):
 
     def run(self) -> None:
         """Runs the subcommand."""
-        made = self.config if "cli" in self.parameters else self.build()
+        objects = self.config if "cli" in self.parameters else self.build()
         if self.command == "fit":
-            self._say_what_is_kept(made.model.as_dict())
+            self._say_what_is_kept(objects.model.as_dict())
         if "trainer" not in self.parameters:
-            return self.call(made)
+            return self.call(objects)
         kind: Kind = "centralized" if self.command == "centralized" else "federated"
-        asked = made.get("ckpt_path")
-        with made.trainer.environment():
-            require(kind == "centralized" or asked != "auto", "ckpt_path", asked, "give a checkpoint, last or best")
-            self.call(made, ckpt_path=to_continue(made.trainer, made.model, made.data, asked, kind))
+        ckpt_path = objects.get("ckpt_path")
+        with objects.trainer.environment():
+            require(
+                kind == "centralized" or ckpt_path != "auto", "ckpt_path", ckpt_path, "give a checkpoint, last or best"
+            )
+            self.call(objects, ckpt_path=to_continue(objects.trainer, objects.model, objects.data, ckpt_path, kind))
 
     @rank_zero_only
-    def _say_what_is_kept(self, now: Mapping[str, Any]) -> None:
+    def _say_what_is_kept(self, run_model: Mapping[str, Any]) -> None:
         """Prints which settings an algorithm keeps from the config's algorithm that it replaces."""
-        before = model_of_configs(prepare(self.args))
-        if names := kept(before, now):
-            (old, new) = (model["class_path"].rpartition(".")[2] for model in (before, now))
+        config_model = model_of_configs(prepare(self.args))
+        if names := kept(config_model, run_model):
+            (old, new) = (model["class_path"].rpartition(".")[2] for model in (config_model, run_model))
             say(
                 f"model = {new}: keeps {', '.join(names)} of the config's {old}; --print_config shows them, "
                 "--model.NAME replaces one"
@@ -320,11 +324,11 @@ def build_trial(trial: Trial, folder: Path) -> Built:
     Raises:
         UserError: If they are wrong.
     """
-    own = [f"--trainer.default_root_dir={folder}", f"--trainer.name={trial.name}"]
+    location = [f"--trainer.default_root_dir={folder}", f"--trainer.name={trial.name}"]
     with _explained(trial.command):
-        made = _cli(trial.command).make(*trial.args, *own, "--trainer.enable_progress_bar=false")
-    made.trainer.callbacks = [callback for callback in made.trainer.callbacks if not isinstance(callback, Ending)]
-    return Built(made.trainer, made.model, made.data)
+        objects = _cli(trial.command).make(*trial.args, *location, "--trainer.enable_progress_bar=false")
+    objects.trainer.callbacks = [callback for callback in objects.trainer.callbacks if not isinstance(callback, Ending)]
+    return Built(objects.trainer, objects.model, objects.data)
 
 
 def check_trial(trial: Trial) -> dict[str, Any]:

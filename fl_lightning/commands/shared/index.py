@@ -73,16 +73,16 @@ def entry(command: str) -> dict[str, Any]:
     Raises:
         UserError: If it is newer than the index.
     """
-    found: dict[str, Any] = index()["commands"].get(command, {})
-    require(bool(found), "subcommand", command, "newer than index.json; run `make renew`")
-    return found
+    record: dict[str, Any] = index()["commands"].get(command, {})
+    require(bool(record), "subcommand", command, "newer than index.json; run `make renew`")
+    return record
 
 
 def options_of(command: str) -> dict[str, Any]:
     """Returns the options of a subcommand by name, as `index` has them, those of the trainer among them."""
-    own = entry(command)["options"]
-    trainer = index()["classes"]["FederatedTrainer"]["settings"] if "trainer" in own else {}
-    return {**own, **{f"trainer.{name}": setting for name, setting in trainer.items()}}
+    options = entry(command)["options"]
+    trainer = index()["classes"]["FederatedTrainer"]["settings"] if "trainer" in options else {}
+    return {**options, **{f"trainer.{name}": setting for name, setting in trainer.items()}}
 
 
 def help_of(command: str, full: bool = False) -> str:
@@ -109,9 +109,9 @@ def setting_names(*classes: str) -> set[str]:
 
 def keys_of(setting: str) -> list[str]:
     """Returns the keys of the settings of this name in a config, the short ones first."""
-    found = {f"{kind['key']}.{setting}" for kind in index()["classes"].values() if setting in kind["settings"]}
+    keys = {f"{kind['key']}.{setting}" for kind in index()["classes"].values() if setting in kind["settings"]}
     return sorted(
-        (key for key in found if re.match(r"(model|data|trainer)\.[\w.]+$", key)),
+        (key for key in keys if re.match(r"(model|data|trainer)\.[\w.]+$", key)),
         key=lambda key: (len(key.split(".")), key),
     )
 
@@ -125,12 +125,12 @@ def fitting_classes(path: str, bases: Collection[str]) -> list[str]:
             classes, all of them or all with this key.
     """
     classes = index()["classes"]
-    own = [name for name, kind in classes.items() if kind["key"].partition(":")[0] == path]
-    # a base without settings, such as Ascent, and an abstract one are none of its members
+    with_key = [name for name, kind in classes.items() if kind["key"].partition(":")[0] == path]
+    # a base without settings, such as Ascent, or an abstract one is not among its members
     roots = [name for name, kind in classes.items() if not kind["settings"] or "abstract" in kind]
     members = {name: {*([] if name in roots else [name]), *kind["bases"]} for name, kind in classes.items()}
-    below = [name for name in members if {*bases} & members[name]]
-    return [name for name in below if name in own] or below or own
+    subclasses = [name for name in members if {*bases} & members[name]]
+    return [name for name in subclasses if name in with_key] or subclasses or with_key
 
 
 def named_classes(config: Mapping[str, Any]) -> dict[str, str]:
@@ -149,7 +149,7 @@ FOREIGN = {
 }
 """How classes of other packages are named, by the key of the setting."""
 MOST = 300
-"""Letters of the parser's own words that a message shows."""
+"""Maximum number of letters of the parser's own words in a message."""
 
 
 class ArgumentsError(Exception):
@@ -172,53 +172,53 @@ def unknown_option(path: str, name: str, message: str) -> str:
         above = [*first_of(r'Parser key "([^"]+)', message).split("."), *inner]
     if above[:1] == ["parameters"] or [*above, leaf] in (["program"], ["method"]):
         return f"{above[0] if above else leaf}: a sweep's file is no config; give it to `fl-lightning sweep`"
-    inside, given = above[:1] in (["model"], ["data"], ["trainer"]), ".".join([*above, leaf])
+    inside, key = above[:1] in (["model"], ["data"], ["trainer"]), ".".join([*above, leaf])
     near = [] if above else similar(leaf, PARTS, cutoff=0.8)
-    near = near or meant(given)
+    near = near or meant(key)
     kinds = [k for k in fitting_classes(".".join(above), ()) if leaf in setting_names(k)] if above[1:] else []
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     top = "" if inside or (near and not above) else "; settings stand under model, data and trainer"
     first = 1 + (above[:1] == ["trainer"])  # the trainer is no choice of classes
     chain = [f"--{'.'.join(above[:n])}.help=CLASS" for n in range(first, len(above) + 1) if inside]
     shown = f"`fl-lightning fit {' '.join(chain) or '--help=all'}` shows them"
-    owner = " of this class" if not hint and given in keys_of(leaf) else ""
+    owner = " of this class" if not hint and key in keys_of(leaf) else ""
     if kinds:
         owner, hint = " of this class", f" (one of {', '.join(kinds[:3])}, which --{'.'.join(above)} names before it)"
-    return f"{given}{f' = {value}' if value else ''}: no such setting{owner}{hint}{top}; {shown}"
+    return f"{key}{f' = {value}' if value else ''}: no such setting{owner}{hint}{top}; {shown}"
 
 
 def unknown_of(command: str, name: str, value: str) -> str | None:
     """Returns the message for an option that a subcommand does not have; None where a setting of a run may be meant."""
-    own = [option for option in entry(command)["options"] if "." not in option and option not in ("help", *PARTS)]
-    near = similar(name, own)
+    options = [option for option in entry(command)["options"] if "." not in option and option not in ("help", *PARTS)]
+    near = similar(name, options)
     if entry(command)["complete"] and (not near or meant(name)):
         return None
-    listed = f"; choose from {', '.join(f'--{option}' for option in own)}" if own else ""
+    listed = f"; choose from {', '.join(f'--{option}' for option in options)}" if options else ""
     hint = f" (did you mean --{near[0]}?)" if near else listed
     return f"{name}{f' = {value}' if value else ''}: no such option{hint}; see `fl-lightning {command} --help`"
 
 
-def meant(given: str) -> list[str]:
+def meant(wrong_key: str) -> list[str]:
     """Returns the keys of the settings that a wrong key may mean: those of its name, or of names like it.
 
     Of several keys, those count that stand nearest to where the wrong one stands.
 
     Args:
-        given: A key that no setting of the chosen classes has.
+        wrong_key: A key that no setting of the chosen classes has.
     """
-    above, _, leaf = given.replace("-", "_").casefold().rpartition(".")
+    above, _, leaf = wrong_key.replace("-", "_").casefold().rpartition(".")
     leaf = SYNONYMS.get(leaf, leaf)
     keys = [leaf] if "." in leaf else keys_of(leaf)
-    if not keys and len(leaf) > 2:  # those beside it that contain the word
+    if not keys and len(leaf) > 2:  # keys beside it count if they contain the word
         beside = (key for name in setting_names() if leaf in name for key in keys_of(name))
         keys = sorted(key for key in beside if above and key.rpartition(".")[0] == above)
     if slip := not keys:
         keys = [key for name in similar(leaf, sorted(setting_names()), cutoff=0.66) for key in keys_of(name)]
-    keys = [key for key in keys if key != given and not any(key.startswith(f"{short}.") for short in keys)]
+    keys = [key for key in keys if key != wrong_key and not any(key.startswith(f"{short}.") for short in keys)]
     stem = above.split(".")
     near = {key: max(n for n in range(len(stem) + 1) if key.split(".")[:n] == stem[:n]) for key in keys}
-    found = [key for key in keys if near[key] == max(near.values())]
-    return found[:1] if slip else found
+    nearest = [key for key in keys if near[key] == max(near.values())]
+    return nearest[:1] if slip else nearest
 
 
 def unknown_class(path: str, name: str, wanted: str) -> str:
@@ -269,15 +269,15 @@ def import_problem(name: str) -> str:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if os.path.isfile(frame.filename)]
         at: Any = error if isinstance(error, SyntaxError) else frames[-1]
         return f"{at.filename}, line {at.lineno}: {type(error).__name__}: {folded(getattr(error, 'msg', error), MOST)}"
-    own = [each for each in dir(imported) if each[:1].isupper()]
-    has = f"; it has {', '.join(similar(wanted, own) or own[:5])}" if own else ""
-    return f"module '{module}' has no attribute '{wanted}'{has}"
+    classes = [attribute for attribute in dir(imported) if attribute[:1].isupper()]
+    hint = f"; it has {', '.join(similar(wanted, classes) or classes[:5])}" if classes else ""
+    return f"module '{module}' has no attribute '{wanted}'{hint}"
 
 
-def given_value(message: str, which: int = -1) -> Any:
+def given_value(message: str, position: int = -1) -> Any:
     """Returns one of the values that the parser shows, the last of which is the outermost; None if it shows none."""
     try:
-        return ast.literal_eval(re.findall(r"Given value: (.*)", message)[which])
+        return ast.literal_eval(re.findall(r"Given value: (.*)", message)[position])
     except (IndexError, SyntaxError, ValueError):
         return None
 

@@ -24,19 +24,19 @@ from fl_lightning.trainer.storage import checkpoint
 
 V = TypeVar("V", bound=Values)
 Step = Callable[[int, int, str], None]
-"""Called with the number done, the total, and a description of what comes next."""
+"""Reports progress: the number done, the total, and a description of what comes next."""
 
 
 @contextmanager
 def progress_bar(fabric: Fabric) -> Iterator[Step]:
     """Shows a progress bar on the first process."""
     if not fabric.is_global_zero:
-        yield lambda done, total, what: None
+        yield lambda done, total, description: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+        yield lambda done, total, description: bar.update(task, completed=done, total=total, description=description)
 
 
 def output_folder(run: Run, out: str | None, name: str) -> Path:
@@ -65,9 +65,9 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
     inside = [path.resolve().parent.name == RunFolder.CHECKPOINTS for path in paths]
     runs = [path.resolve().parent.parent for path in paths]
     labels = [_run_name(run) if of_run else path.stem for path, run, of_run in zip(paths, runs, inside, strict=True)]
-    for more in ([f"/{run.name}" for run in runs], [f", {path.stem}" for path in paths]):
+    for endings in ([f"/{run.name}" for run in runs], [f", {path.stem}" for path in paths]):
         twice = [of_run and labels.count(name) > 1 for name, of_run in zip(labels, inside, strict=True)]
-        labels = [name + end if add else name for name, end, add in zip(labels, more, twice, strict=True)]
+        labels = [name + ending if add else name for name, ending, add in zip(labels, endings, twice, strict=True)]
     return [f"{name} ({n + 1})" if n else name for name, n in zip(labels, earlier(labels), strict=True)]
 
 
@@ -118,8 +118,8 @@ def models_of(run: Run, others: Sequence[str], labels: Sequence[str] = ()) -> di
     named = len(set(labels)) == len(labels) == len(others) + 1
     require(not labels or named, "labels", list(labels), "give a name for each model, none twice")
     assert run.checkpoint is not None
-    found = [(run.checkpoint, run.global_model), *(_weights_of(run, other) for other in others)]
-    paths, weights = zip(*found, strict=True)
+    models = [(run.checkpoint, run.global_model), *(_weights_of(run, ckpt_path) for ckpt_path in others)]
+    paths, weights = zip(*models, strict=True)
     return dict(zip(labels or labels_of(paths), weights, strict=True))
 
 
@@ -184,7 +184,7 @@ class Landscape:
         shares = {str(split): context.train(samples, split) for split in splits}
         self.sets: dict[str, Batches] = {name: batches for name, (batches, _, _) in shares.items()}
         self.about: dict[str, Any] = {
-            **{name: f"{what}, {n:,} samples" for name, (_, n, what) in shares.items()},
+            **{name: f"{description}, {n:,} samples" for name, (_, n, description) in shares.items()},
             "seed": run.seed,
             "round": run.rounds_done,
         }
@@ -203,11 +203,11 @@ class Landscape:
 
     def each(self, measure: Callable[[str, Tensor], V]) -> dict[str, V]:
         """Measures every model, up to the first that is interrupted; returns the results by label."""
-        found: dict[str, V] = {}
+        results: dict[str, V] = {}
         for label, w in self.models.items():
-            if not any(result.missing for result in found.values()):
-                found[label] = measure(label, w)
-        return found
+            if not any(result.missing for result in results.values()):
+                results[label] = measure(label, w)
+        return results
 
     def save(self, name: str, results: Mapping[str, Values], **figures: Callable[[], Figure]) -> None:
         """Writes results and figures under free names, gives the figures to the run's loggers, and prints the protocol.

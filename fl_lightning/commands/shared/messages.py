@@ -61,7 +61,7 @@ def explain(error: Exception, configs: Sequence[str] = (), command: str = "fit")
         file = "a file" if error.filename is None else repr(os.fsdecode(error.filename))
         return f"{file}: {error.strerror or error}; check this file or folder"
     message = str(error)
-    # what jsonargparse raises while it builds the classes
+    # the latter is what jsonargparse raises while it builds the classes
     if not isinstance(error, (ArgumentsError, UnicodeDecodeError)) and not message.startswith("Does not validate"):
         return None
     # where several classes are tried, only those that know the option count, and each of them once
@@ -112,19 +112,22 @@ class _Refusal:
 
 def _unreadable_config(refusal: _Refusal, match: re.Match[str]) -> str:
     words = re.sub(r"Problems parsing config:|(?<= )in \"<\w+ string>\",|: *\Z", "", refusal.message)
-    what = folded(words, MOST)
-    remedy = "" if "; " in what else "; give YAML with model, data and trainer"
-    return f"config = {' or '.join(refusal.configs)}: {what}{remedy}"
+    problem = folded(words, MOST)
+    remedy = "" if "; " in problem else "; give YAML with model, data and trainer"
+    return f"config = {' or '.join(refusal.configs)}: {problem}{remedy}"
 
 
 def _callback_of_lightning(refusal: _Refusal, match: re.Match[str]) -> str | None:
     if refusal.path != "trainer.callbacks":
         return None
-    given = " ".join(re.findall(r"(?:Given value|[Ii]mport path).*", refusal.message))
-    names = re.findall(r"\b(lightning\.pytorch|pytorch_lightning)\.callbacks\.(?:[a-z_]+\.)?([A-Z]\w*)", given)
+    text = " ".join(re.findall(r"(?:Given value|[Ii]mport path).*", refusal.message))
+    names = re.findall(r"\b(lightning\.pytorch|pytorch_lightning)\.callbacks\.(?:[a-z_]+\.)?([A-Z]\w*)", text)
     theirs = import_module("lightning.pytorch.callbacks")
     ours = ("lightning.pytorch", "EarlyStopping")
-    return next((callback_of_lightning(n) for at, n in names if hasattr(theirs, n) and (at, n) != ours), None)
+    return next(
+        (callback_of_lightning(name) for package, name in names if hasattr(theirs, name) and (package, name) != ours),
+        None,
+    )
 
 
 def _form_of_a_class(refusal: _Refusal, match: re.Match[str]) -> str | None:
@@ -165,12 +168,12 @@ def _unrecognized(refusal: _Refusal, match: re.Match[str]) -> str:
     run = name.endswith(".ckpt") or os.path.isdir(name)
     config = "config" if "config" in options and name.endswith((".yaml", ".yml")) else ""
     option = "ckpt_path" if run and "ckpt_path" in options else config
-    given = refusal.message[match.start(2) :].split()[0]
-    if not option and not dashes and "=" not in given:
+    argument = refusal.message[match.start(2) :].split()[0]
+    if not option and not dashes and "=" not in argument:
         hints = {"config": "a config goes by --config, ", "folder": f"--folder {name} shows a part, "}
-        other = next((hint for known, hint in hints.items() if known in options), "")
-        return f"{name}: a value without an option; {other}a list has commas, as in --seeds 0,1,2"
-    example = given if "=" in given else f"{option or 'NAME'}={'VALUE' if dashes else name}"
+        advice = next((hint for known, hint in hints.items() if known in options), "")
+        return f"{name}: a value without an option; {advice}a list has commas, as in --seeds 0,1,2"
+    example = argument if "=" in argument else f"{option or 'NAME'}={'VALUE' if dashes else name}"
     return f"{dashes}{name}: no option; options have two dashes, as in --{example}"
 
 
@@ -191,10 +194,12 @@ def _within(value: str, names: Sequence[str]) -> list[str]:
     with suppress(SyntaxError, ValueError):
         places: list[tuple[list[str], ast.expr]] = [([], ast.parse(value, mode="eval").body)]
         for path, tree in places:
-            own = {str(each.arg): each.value for each in tree.keywords} if isinstance(tree, ast.Call) else {}
-            if all(name in own and ast.unparse(own[name]) == "None" for name in names):
+            settings = (
+                {str(keyword.arg): keyword.value for keyword in tree.keywords} if isinstance(tree, ast.Call) else {}
+            )
+            if all(name in settings and ast.unparse(settings[name]) == "None" for name in names):
                 return path
-            places += [([*path, *([key] if key != "init_args" else [])], inner) for key, inner in own.items()]
+            places += [([*path, *([key] if key != "init_args" else [])], inner) for key, inner in settings.items()]
     return []
 
 
@@ -205,13 +210,13 @@ def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
     if nested and ("." in (above := path.removesuffix(f".{nested[1]}")) or above == "data"):
         return _of_no_class(above, nested[1], nested[2].strip("'"))
     if abstract := re.search(r"but ([\w.]*) ?is abstract$", kind):
-        module, _, name = (given := abstract[1] or value).rpartition(".")
+        module, _, name = (class_path := abstract[1] or value).rpartition(".")
         module = module or first_of(rf"'([\w.]+)\.{name}'", message) or "fl_lightning"  # the declared base, or below it
         methods = getattr(import_module(module), name).__abstractmethods__
-        return f"{path} = {given}: an abstract class; give one below it that defines {', '.join(sorted(methods))}"
-    own = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
-    if kind == "NoneType" and own:
-        return _raised_by_a_class(path, message, own)
+        return f"{path} = {class_path}: an abstract class; give one below it that defines {', '.join(sorted(methods))}"
+    errors = re.findall(r"^ *- (?!Expected|a |Does not validate)(.+)", message, re.M)
+    if kind == "NoneType" and errors:
+        return _raised_by_a_class(path, message, errors)
     if (choices := re.findall(r"'(.+?)'", kind)) and kind.startswith("Literal"):
         remedy = _import_of(value) if re.fullmatch(r"[A-Za-z_][\w.]*\.\w+", value) else ""
         return f"{path} = {value:.60}: choose from {', '.join(choices)}{remedy}"
@@ -227,17 +232,18 @@ def _unexpected(refusal: _Refusal, match: re.Match[str]) -> str:
 
 def _of_no_class(path: str, name: str, value: str) -> str:
     """Returns the line for a setting of a value that is no class, or of a class that is not given."""
-    given, fitting = f"{path}.{name} = {value:.60}: ", fitting_classes(path, ())
+    prefix, fitting = f"{path}.{name} = {value:.60}: ", fitting_classes(path, ())
     kinds = [kind for kind in fitting if name in setting_names(kind)]
     if path == "data":
-        return f"{given}give its class first: --{path} {[*kinds, *fitting][0]}; --config, if there is one, goes first"
-    alone = f"{path} has no settings of its own; give --{path} VALUE"
-    return given + (f"give its class first: --{path} {kinds[0]}" if kinds else alone)
+        return f"{prefix}give its class first: --{path} {[*kinds, *fitting][0]}; --config, if there is one, goes first"
+    fallback = f"{path} has no settings of its own; give --{path} VALUE"
+    return prefix + (f"give its class first: --{path} {kinds[0]}" if kinds else fallback)
 
 
-def _raised_by_a_class(path: str, message: str, own: Sequence[str]) -> str:
-    own = [line for line in own if re.match(r"(trainer|model|data)\.[\w.]+ = ", line)] or own  # others were tried, too
-    tried = (re.search(r"subclass of (\w+)|is not iterable", line) for line in own)
+def _raised_by_a_class(path: str, message: str, errors: Sequence[str]) -> str:
+    # other classes were tried, too
+    errors = [line for line in errors if re.match(r"(trainer|model|data)\.[\w.]+ = ", line)] or errors
+    tried = (re.search(r"subclass of (\w+)|is not iterable", line) for line in errors)
     if kind := next(filter(None, tried), None):
         value = first_of(r"Import path (\S+) does not", message)  # of a mapping
         value = value or first_of(r"Given value: (?:NestedArg\(.*?val=)?(.*?)\)?$", message).strip("'")
@@ -245,8 +251,8 @@ def _raised_by_a_class(path: str, message: str, own: Sequence[str]) -> str:
         early = "; --config, if there is one, goes first" if "NestedArg(key=" in message else ""
         remedy = remedy or f"give its class by name or dotted path{early}"
         return f"{path} = {value:.60}: no {kind[1] or 'class'}; {remedy}"
-    what = re.sub(r"^'[^']*'$", r"KeyError: \g<0>", folded(own[-1], MOST))
-    return what if re.match(r"[\w.]+ = ", what) and not path else f"{path or 'model, data or trainer'}: {what}"
+    problem = re.sub(r"^'[^']*'$", r"KeyError: \g<0>", folded(errors[-1], MOST))
+    return problem if re.match(r"[\w.]+ = ", problem) and not path else f"{path or 'model, data or trainer'}: {problem}"
 
 
 RULES: tuple[tuple[str, Callable[[_Refusal, re.Match[str]], str | None]], ...] = (
@@ -287,8 +293,8 @@ def _misshapen(path: str, tree: Any) -> Iterator[str]:
         tree: The value.
     """
     if isinstance(tree, list):
-        for each in tree:
-            yield from _misshapen(path, each)
+        for element in tree:
+            yield from _misshapen(path, element)
     if not isinstance(tree, dict):
         return
     settings = tree.get("init_args", {})
@@ -322,7 +328,7 @@ def _classless(path: str, message: str) -> str | None:
 
 def _places(command: str, names: str) -> str:
     """Returns what a subcommand's help says of some of its arguments that go by their place."""
-    shown = help_of(command)
-    texts = [first_of(rf"^  {name.upper()}\s+(\S[^(]*)\.\s+\(", shown) for name in names.split(", ")]
-    found = [f"{text[:1].lower()}{text[1:]}" for text in map(folded, texts) if text]
-    return f"give {'; '.join(found)}; " if found else ""
+    help_text = help_of(command)
+    texts = [first_of(rf"^  {name.upper()}\s+(\S[^(]*)\.\s+\(", help_text) for name in names.split(", ")]
+    descriptions = [f"{text[:1].lower()}{text[1:]}" for text in map(folded, texts) if text]
+    return f"give {'; '.join(descriptions)}; " if descriptions else ""

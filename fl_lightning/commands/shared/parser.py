@@ -124,22 +124,23 @@ class Command:
         self.command, self.function = command, function_of(command)
         self.parameters = inspect.signature(self.function, eval_str=True).parameters
         self.flags = {name: p.default for name, p in self.parameters.items() if p.annotation is bool}
-        spelled = {f"--{each}" for name in self.flags for each in (name, name.replace("_", "-"))}
-        self.args = own = [  # a flag stands alone, or before true or false: what else follows is an argument of its own
+        spelled = {f"--{spelling}" for name in self.flags for spelling in (name, name.replace("_", "-"))}
+        # a flag stands alone, or before true or false: what else follows is an argument of its own
+        self.args = arguments = [
             f"{arg}=true" if arg in spelled and not isinstance(_load(after), bool) else arg
             for arg, after in pairwise([*_lists(joined(args), self.parameters), "--"])
         ]
         self.places = [
             name for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY and name not in (*PARTS, "cli")
         ]
-        options = {arg.partition("=")[0] for arg in own}
+        options = {arg.partition("=")[0] for arg in arguments}
         for name in self.places:
             usage = " ".join(["fl-lightning", command, *map(str.upper, self.places)])
             ensure(f"--{name}" not in options, f"--{name}: no option; give it by its place: {usage}")
         # the parameter for the settings of the subcommand's runs, *settings
         self.rest = next((name for name, p in self.parameters.items() if p.kind is p.VAR_POSITIONAL), None)
-        own, self.settings = split(own) if self.rest else (own, list[str]())
-        self.read(own)
+        own_args, self.settings = split(arguments) if self.rest else (arguments, list[str]())
+        self.read(own_args)
 
     def read(self, args: list[str]) -> None:
         """Makes the parser, and parses the arguments."""
@@ -166,7 +167,7 @@ class Command:
         parser.add_function_arguments(self.function, skip={*PARTS, "cli", *self.places, *self.flags})
         null = getattr(import_module(self.function.__module__), "NULL", {})
         added = [name for name in null if any(arg.startswith(f"--{name}+") for arg in self.args)]
-        parser.set_defaults({name: [{"class_path": each} for each in null[name]] for name in added})
+        parser.set_defaults({name: [{"class_path": class_path} for class_path in null[name]] for name in added})
 
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:
         """Parses the arguments; an integer may be written as 3.0."""
@@ -178,21 +179,21 @@ class Command:
                         f'Parser key "{key.replace(".init_args", "")}":\n  Expected a value. Got value: {value}'
                     )
         except ArgumentsError as error:
-            whole = whole_numbers(args, str(error))
-            if whole == args:
+            corrected = whole_numbers(args, str(error))
+            if corrected == args:
                 raise
-            return self.parse_arguments(parser, whole)
+            return self.parse_arguments(parser, corrected)
 
     def run(self) -> None:
         """Runs the subcommand."""
         self.call(self.config)
 
-    def call(self, made: Any, **instead: Any) -> None:
+    def call(self, namespace: Any, **instead: Any) -> None:
         """Calls its function with what its parameters name, or with other values in the place of some."""
-        given = {name: self if name == "cli" else made[name] for name in self.parameters if name != self.rest}
-        given |= {name: value for name, value in instead.items() if name in given}
-        positional = [given.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
-        self.function(*positional, *self.settings, **given)
+        arguments = {name: self if name == "cli" else namespace[name] for name in self.parameters if name != self.rest}
+        arguments |= {name: value for name, value in instead.items() if name in arguments}
+        positional = [arguments.pop(name) for name, p in self.parameters.items() if p.kind is p.POSITIONAL_ONLY]
+        self.function(*positional, *self.settings, **arguments)
 
 
 def _lists(args: Sequence[str], parameters: Mapping[str, inspect.Parameter]) -> Iterator[str]:
@@ -206,9 +207,9 @@ def _lists(args: Sequence[str], parameters: Mapping[str, inspect.Parameter]) -> 
 
 
 DOTTED = re.compile(r"(?<![\w./])(?!fl_lightning\.)[A-Za-z_]\w*\.[A-Za-z_]")
-"""Is found in the dotted path of a class that is not the package's; its module may define further classes."""
+"""The pattern of a dotted path of a class that is not the package's; its module may define further classes."""
 BY_PARSER = re.compile(r"class_path|init_args|dict_kwargs|\.help$|^(trainer|h|help)$")
-"""Is found in the name of an option that only the parser understands."""
+"""The pattern of names of options that only the parser understands."""
 BY_PARSER_ALONE = (
     OSError, ValueError, AttributeError, RecursionError, NoValueError, yaml.constructor.ConstructorError
 )  # fmt: skip
@@ -227,12 +228,12 @@ def check_early(command: str, *args: str) -> None:
         ArgumentsError: If a config is no YAML, or there is no such class or setting; the message is in the parser's
             words.
     """
-    known, options = entry(command), options_of(command)
-    if not known["complete"]:
+    record, options = entry(command), options_of(command)
+    if not record["complete"]:
         return
-    given, chosen, unknown = prepare(args), dict[str, str](), list[str]()
+    prepared, chosen, unknown = prepare(args), dict[str, str](), list[str]()
     classes = index()["classes"]
-    for before, arg in pairwise(["", *given]):
+    for before, arg in pairwise(["", *prepared]):
         name, _, value = arg.removeprefix("--").partition("=")
         part, _, rest = name.partition(".")
         key = rest.partition(".")[0].removesuffix("+")
@@ -249,7 +250,7 @@ def check_early(command: str, *args: str) -> None:
         if DOTTED.search(text) or BY_PARSER.search(name) or re.match("-[^-]", arg):
             return
         if not arg.startswith("--"):
-            if before in unknown or not (known["places"] or (before.startswith("--") and "=" not in before)):
+            if before in unknown or not (record["places"] or (before.startswith("--") and "=" not in before)):
                 unknown.append(arg)
         elif part == "trainer" or part not in PARTS or not rest:
             if f"{part}.{key}".strip(".") not in options:
@@ -258,8 +259,8 @@ def check_early(command: str, *args: str) -> None:
             inner = f"Option '{key}' is not accepted\nGiven value: NestedArg(key='{key}', val={value!r})"
             raise ArgumentsError(f'Parser key "{part}":\n{inner}')
         above, _, leaf = name.rpartition(".")
-        own = classes.get(chosen.get(above), {"settings": {}})["settings"]
-        if setting := options.get(name, own.get(leaf, {})):
+        settings = classes.get(chosen.get(above), {"settings": {}})["settings"]
+        if setting := options.get(name, settings.get(leaf, {})):
             _check_class(name, value, setting)
         if "classes" in setting:
             chosen = _renamed(chosen, {name: value.rpartition(".")[2]})
@@ -267,18 +268,18 @@ def check_early(command: str, *args: str) -> None:
         raise ArgumentsError(f"unrecognized arguments: {' '.join(unknown)}")
 
 
-def _renamed(before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
+def _renamed(chosen: dict[str, str], changes: dict[str, str]) -> dict[str, str]:
     """Returns names of classes by their keys, after some are given anew: a new class has parts of its own."""
-    above = tuple(f"{path}." for path in now)
-    return {path: kind for path, kind in before.items() if not path.startswith(above)} | now
+    above = tuple(f"{path}." for path in changes)
+    return {path: kind for path, kind in chosen.items() if not path.startswith(above)} | changes
 
 
 def _check_class(path: str, name: str, setting: dict[str, Any]) -> None:
     """Refuses the name of a class that neither the package nor a file has."""
     choices = setting.get("choices", [])
     known = name in [*index()["classes"], *index()["others"], *choices] or os.path.exists(name)
-    own = "classes" in setting or (path not in FOREIGN and fitting_classes(path, ()))  # a net is any Module
-    closed = own and (choices or not {"list", "open"} & {*setting})
+    has_classes = "classes" in setting or (path not in FOREIGN and fitting_classes(path, ()))  # a net is any Module
+    closed = has_classes and (choices or not {"list", "open"} & {*setting})
     if closed and re.fullmatch(r"[A-Za-z_]\w*", name) and not known and load_yaml(name) == name:
         bases = " ".join(f"fl_lightning.{base}" for base in setting.get("classes", ()))
         raise ArgumentsError(f'Parser key "{path}":\nSubtypes: {bases}\nExpected a dot import path string: {name}')
@@ -300,21 +301,21 @@ def add_options(parser: argparse.ArgumentParser, command: str, words: Sequence[s
                 chosen |= named_classes(settings_in(find_config(value)))
         chosen[name.removesuffix("+")] = value.rpartition(".")[2]
     options, classes = options_of(command), index()["classes"]
-    coming = [*options]
-    for path in coming:
+    paths = [*options]
+    for path in paths:
         name = chosen.get(path) or (options[path].get("classes", [""])[0] if path in PARTS else "")
         inner = classes[name]["settings"] if name in classes else {}
         options |= {f"{path}.{name}": setting for name, setting in inner.items()}
-        coming += [f"{path}.{name}" for name in inner]
+        paths += [f"{path}.{name}" for name in inner]
     for path, setting in options.items():
-        own = fitting_classes(path, declared := setting.get("classes", ()))
+        names = fitting_classes(path, declared := setting.get("classes", ()))
         # the base classes with settings may be meant themselves
-        own += [name for name in declared if "." in path and classes.get(name, {"settings": {}})["settings"]]
-        _add(parser, path, setting.get("choices", own), setting.get("nargs"))
+        names += [name for name in declared if "." in path and classes.get(name, {"settings": {}})["settings"]]
+        _add(parser, path, setting.get("choices", names), setting.get("nargs"))
         if declared:
-            _add(parser, f"{path}.help", own)
+            _add(parser, f"{path}.help", names)
         if "list" in setting:
-            _add(parser, f"{path}+", own)
+            _add(parser, f"{path}+", names)
     if index()["commands"][command]["places"]:
         parser.add_argument("places", nargs="*")
 
@@ -322,7 +323,7 @@ def add_options(parser: argparse.ArgumentParser, command: str, words: Sequence[s
 def _add(parser: argparse.ArgumentParser, name: str, values: Sequence[str], nargs: Any = None) -> None:
     action: Any = parser.add_argument(f"--{name}", nargs=nargs)
     if name == "config":
-        from argcomplete.completers import FilesCompleter  # which completes, so it is there
+        from argcomplete.completers import FilesCompleter  # it completes, so it is installed
 
         action.completer = lambda prefix, **_: [*config_names(), *FilesCompleter()(prefix)]
     elif values:

@@ -144,10 +144,10 @@ class Measured:
             steps: Local steps of each client of some of its cohorts.
             world: Its number of processes.
         """
-        clock, engine, never = self.clock, self.run.engine_name, trainer.max_rounds - rounds
+        clock, engine, skipped = self.clock, self.run.engine_name, trainer.max_rounds - rounds
         busiest = fmean(makespan(cohort, world, engine, trainer.client_block) for cohort in steps)
-        evaluations = due(rounds, trainer.eval_every, max(1, trainer.eval_last - never))
-        first = sum(max(0.0, times[1] - clock.mean(name)) for name, times in clock.seconds.items())
+        evaluations = due(rounds, trainer.eval_every, max(1, trainer.eval_last - skipped))
+        first = sum(max(0.0, laps[1] - clock.mean(name)) for name, laps in clock.seconds.items())
         parts: Seconds = {
             "first round, once more": (1, first),
             "local training": (rounds, busiest * self.step),
@@ -159,11 +159,11 @@ class Measured:
             },
         }
         for name, callback in by_key(trainer.callbacks).items():  # Checkpoints is the last one
-            each = clock.mean(name) / (world if isinstance(callback, FlatnessMonitor) else 1)
+            seconds = clock.mean(name) / (world if isinstance(callback, FlatnessMonitor) else 1)
             every = getattr(callback, "every_n_rounds", 1)
             if every is None:
-                every = math.ceil(pause(each) * rounds / sum(times * one for times, one in parts.values()))
-            parts[name] = due(rounds, every), each
+                every = math.ceil(pause(seconds) * rounds / sum(times * seconds for times, seconds in parts.values()))
+            parts[name] = due(rounds, every), seconds
         return parts
 
 
@@ -180,9 +180,9 @@ def measure(
     """
     clock, trial = Clock(), copy.copy(trainer)
     trial.callbacks = [clock]
-    for name, each in by_key(trainer.callbacks).items():
-        if not isinstance(each, Progress):
-            callback = copy.deepcopy(each)
+    for name, original in by_key(trainer.callbacks).items():
+        if not isinstance(original, Progress):
+            callback = copy.deepcopy(original)
             if hasattr(callback, "every_n_rounds"):
                 callback.every_n_rounds = 1
             trial.callbacks += [callback, Lap(clock, name)]
@@ -265,8 +265,8 @@ class Step(NamedTuple):
         """Measures the second of two steps; the data are set up, and the model stays as it is."""
         fabric, net = trainer.fabric, copy.deepcopy(model.net)
         x, _ = next(iter(data.client_batches(0, 1, 1, generator(0, "step"), trainer.dtype)))
-        one = sum(v[:1].numel() for v in named_tensors(x, "").values())
-        n = max(2, min(data.batch_size or ELEMENTS, ELEMENTS // one))
+        elements = sum(v[:1].numel() for v in named_tensors(x, "").values())
+        n = max(2, min(data.batch_size or ELEMENTS, ELEMENTS // elements))
         x = map_tensors(lambda v: v[:1].expand(n, *v.shape[1:]).to(fabric.device), x)
         net.to(fabric.device, trainer.dtype).train()
         with cpu_threads(trainer.threads):
@@ -291,8 +291,8 @@ class Step(NamedTuple):
         """
         (forward, backward), steps = contract_of(model)[0].passes, trainer.local_steps
         passes = model.phases * (forward + 2 * backward) / 3  # a backward pass takes as long as two forward passes
-        held = data.client_sizes.float().mean().item()
-        trained = steps * (data.batch_size or held) if steps else trainer.local_epochs * held
+        samples = data.client_sizes.float().mean().item()
+        trained = steps * (data.batch_size or samples) if steps else trainer.local_epochs * samples
         evaluations = due(trainer.max_rounds, trainer.eval_every, trainer.eval_last)
         evaluated = evaluations * len(data.y_test) / 3
         return self.seconds * (trainer.max_rounds * clients * trained * passes + evaluated)
@@ -318,28 +318,31 @@ class Ahead(NamedTuple):
 
 def ahead(run: Run) -> Iterator[Ahead]:
     """Yields the rounds of a run from the first one on, until its clock ends it."""
-    of, data, timing, phases = run.settings, run.data, run.timing, range(run.objective.phases)
-    steps = cache(lambda k: of.asked(data, k))
+    settings, data, timing, phases = run.settings, run.data, run.timing, range(run.objective.phases)
+    steps = cache(lambda k: settings.asked(data, k))
     wire = [run.contract[phase].bits for phase in phases]
-    spent, saved = dict[str, float](), dict[str, Any]()
+    metrics, saved = dict[str, float](), dict[str, Any]()
     for t in range(run.max_rounds):
-        if of.asynchronous is not None and timing is not None:
-            flight = Flight(run, of.asynchronous, timing, t, saved)
-            saved, spent, late = flight.after(State({})), flight.metrics(), len(flight.failed["late"])
+        if settings.asynchronous is not None and timing is not None:
+            flight = Flight(run, settings.asynchronous, timing, t, saved)
+            saved, metrics, late = flight.after(State({})), flight.metrics(), len(flight.failed["late"])
             clients = [task.client for task in flight.arrived]
             first, numbers = [steps(k) for k in clients], [(flight.started, len(clients))]
         else:
-            clients, found = run.drawn(t), []
+            clients, attendances = run.drawn(t), []
             for phase in phases:
-                each = of.faults.attendance(clients, [steps(k) for k in clients], t, phase, run.seed)
-                found.append(each if timing is None else timing.attendance(each, phase))
-                clients = [*found[-1].steps]
-            first, numbers = [*found[0].steps.values()], [(each.receivers, len(each.steps)) for each in found]
-            late = sum(len(each.late) for each in found)
-            spent = {} if timing is None else timing.metrics(spent, found)
+                attendance = settings.faults.attendance(clients, [steps(k) for k in clients], t, phase, run.seed)
+                attendances.append(attendance if timing is None else timing.attendance(attendance, phase))
+                clients = [*attendances[-1].steps]
+            first, numbers = (
+                [*attendances[0].steps.values()],
+                [(attendance.receivers, len(attendance.steps)) for attendance in attendances],
+            )
+            late = sum(len(attendance.late) for attendance in attendances)
+            metrics = {} if timing is None else timing.metrics(metrics, attendances)
         bits = sum(n * size for pair in zip(numbers, wire, strict=True) for n, size in zip(*pair, strict=True))
-        yield Ahead(clients, first, late, bits, spent.get("clock/time_s", 0.0))
-        if timing is not None and spent["clock/time_s"] >= timing.clock.max_time_s:
+        yield Ahead(clients, first, late, bits, metrics.get("clock/time_s", 0.0))
+        if timing is not None and metrics["clock/time_s"] >= timing.clock.max_time_s:
             return
 
 
@@ -369,10 +372,10 @@ def makespan(steps: Sequence[int], world: int, engine: str = "sequential", block
         block: Clients of a block; None: all.
     """
 
-    def work(mine: list[int]) -> int:
+    def work(own_steps: list[int]) -> int:
         if not engine_class(engine).trains_several:
-            return sum(mine)
-        return sum(sorted(mine, reverse=True)[:: block or max(len(mine), 1)])  # the longest of each block
+            return sum(own_steps)
+        return sum(sorted(own_steps, reverse=True)[:: block or max(len(own_steps), 1)])  # the longest of each block
 
     return max(work([steps[p] for p in part]) for part in collectives.assign(steps, world))
 

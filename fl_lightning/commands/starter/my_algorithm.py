@@ -21,5 +21,5 @@ class MyProx(LocalObjective):
         self.mu = mu
 
     def local_step(self, w: Tensor, grad: Any, client: Any, received: Any, ctx: Any) -> Any:
-        """The direction of a local step, and the client's state: flat vectors, (d,) or (clients, d)."""
+        """Returns the direction of a local step, and the client's state: flat vectors, (d,) or (clients, d)."""
         return self.local_gradient(w, grad, client, received, ctx) + self.mu * (w - client.start), client
