@@ -17,6 +17,7 @@ from fl_lightning.commands.shared.prediction import (
     data_or_like,
     measure,
     row_bytes,
+    total,
 )
 from fl_lightning.core import PositiveInt, checked, json_text, require
 from fl_lightning.results import filled, say, show_table
@@ -111,12 +112,9 @@ def plan(
     run = measured.run
     rounds = list(ahead(run))
 
-    def seconds() -> float:
-        return sum(times * duration for times, duration in parts.values())
-
     parts = measured.parts(trainer, len(rounds), [round_.steps for round_ in rounds], world)
-    if trainer.max_time is not None and seconds() > trainer.max_time:
-        rounds = rounds[: max(1, math.ceil(len(rounds) * trainer.max_time / seconds()))]
+    if trainer.max_time is not None and total(parts) > trainer.max_time:
+        rounds = rounds[: max(1, math.ceil(len(rounds) * trainer.max_time / total(parts)))]
         parts = measured.parts(trainer, len(rounds), [round_.steps for round_ in rounds], world)
     # state of clients that no measured round has seen
     limit, kept = int(trainer.client_memory * 2**30), {k for round_ in rounds for k in round_.clients}
@@ -131,7 +129,7 @@ def plan(
         memory=measured.memory + (2 if cpu else 1) * growth,  # a checkpoint copies the rows
         device_memory=0 if cpu else torch.cuda.max_memory_allocated() + growth,
         bits=sum(round_.bits for round_ in rounds),
-        seconds=seconds(),
+        seconds=total(parts),
         unit="rounds" if trainer.asynchronous is None else "steps of the server",
         uploads=sum(len(round_.clients) for round_ in rounds),
         late=sum(round_.late for round_ in rounds),

@@ -70,7 +70,7 @@ class Arrays(FederatedDataModule):
         )
         ensure(
             (path is None) != (client_arrays is None),
-            "path: give either path (an .npz file or a folder) or client_arrays (from Python)",
+            "data.path: give either path (an .npz file or a folder) or client_arrays (from Python)",
         )
         self.path, self.scale = path, scale
         self.client_arrays, self.test = client_arrays, test

@@ -197,7 +197,7 @@ class ImageFolder(FederatedDataModule):
         *train, test = [self._part(name) for name in (*self.training, "test")]
         for name, part in zip(self.training, train, strict=True):
             problem = f"class '{min({*part} ^ {*test}, default='')}' is not in both {name} and test"
-            ensure([*part] == [*test], f"root: {problem} of '{self.root}'; name classes alike")
+            ensure([*part] == [*test], f"data.root: {problem} of '{self.root}'; name classes alike")
         return *self._samples(train), *self._samples([test])
 
     def _samples(self, parts: Sequence[dict[str, list[str]]]) -> tuple[IndexedSamples, list[int]]:

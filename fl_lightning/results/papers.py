@@ -97,6 +97,11 @@ class Cell:
     note: str
     printed: str
 
+    @property
+    def quantity(self) -> str:
+        """What the number is, without the round or target at which it is taken."""
+        return self.metric.partition("@")[0]
+
 
 COLUMNS = tuple(field.name for field in fields(Cell) if field.name not in ("value", "std", "note", "printed"))
 
@@ -228,9 +233,9 @@ def beside(
         settings: Settings of the runs that are not the paper's.
     """
     numbers = {run: our_number(run, cell.metric, fraction) for run in runs}
-    factor = COUNTED.get((cell.paper, cell.algorithm, cell.metric.partition("@")[0]), 1.0)
+    factor = COUNTED.get((cell.paper, cell.algorithm, cell.quantity), 1.0)
     finite = {run: factor * x for run, x in numbers.items() if x is not None and math.isfinite(x)}
-    words = {None: "not measured"} | ({math.inf: "not reached"} if cell.metric.partition("@")[0] in TARGETS else {})
+    words = {None: "not measured"} | ({math.inf: "not reached"} if cell.quantity in TARGETS else {})
     left_out = [f"{run}: {cell.metric} is {words.get(x, x)}" for run, x in numbers.items() if run not in finite]
     return Line(cell, tuple(finite.values()), tuple(runs), (*errors, *left_out), fraction, settings)
 

@@ -146,10 +146,8 @@ def pivot(groups: Sequence[Group], names: str) -> Pivot:
     require(
         len(varied) > 1, "pivot", names, f"fewer than two settings vary in these runs: {listed or 'none'}; give more"
     )
-    require(
-        len({*chosen}) == len(chosen) == 2, "pivot", names, f"give two settings, as in rho,alpha; choose from {listed}"
-    )
     keys = [find_setting(varied, name, "pivot") for name in chosen]
+    require(len({*keys}) == len(keys) == 2, "pivot", names, f"give two settings, as in rho,alpha; choose from {listed}")
     others = [key for key in varied if key not in keys]
     combinations = list(dict.fromkeys(tuple(config.get(key) for key in others) for config in configs))
     row_texts, column_texts = (shown(config.get(key) for config in configs) for key in keys)

@@ -117,7 +117,7 @@ class Task:
             seeds: Seeds of the runs.
             more: Further arguments, which win.
         """
-        needed = (MEASURED[name][1] for cell in self.cells if (name := cell.metric.partition("@")[0]) in MEASURED)
+        needed = (MEASURED[name][1] for cell in self.cells if (name := cell.quantity) in MEASURED)
         measures = dict.fromkeys(filter(None, (*needed, self.measure)))
         interval = max(1, scaled_rounds(config, fraction) // self.times)
         settings = f"every_n_rounds: {interval}, metrics: [{', '.join(measures)}]"
@@ -215,7 +215,7 @@ def why_not(cell: Cell) -> str | None:
         return None
     if cell.metric.startswith(("seconds", "minutes")):
         return "a time of the paper's machine; time/round_s in a run's metrics.csv is that of yours"
-    if cell.metric.partition("@")[0] not in (*EVALUATED, *TARGETS, *MEASURED):
+    if cell.quantity not in (*EVALUATED, *TARGETS, *MEASURED):
         return "not among the numbers that a run gives here"
     try:
         recipe(cell)
@@ -308,7 +308,7 @@ def protocols(lines: Sequence[Line]) -> list[str]:
     measurements = [
         (name, last_measurements(run).get(MEASURED[name][0]))
         for line in lines
-        if (name := line.cell.metric.partition("@")[0]) in MEASURED
+        if (name := line.cell.quantity) in MEASURED
         for run in line.folders
     ]
     return list(dict.fromkeys(f"{name}: {protocol(measured)}" for name, measured in measurements if measured))

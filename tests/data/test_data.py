@@ -540,12 +540,12 @@ def test_client_arrays():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({}, "path: give either path .* or client_arrays"),
+        ({}, "data.path: give either path .* or client_arrays"),
         ({"path": np.zeros(3)}, r"data.path = a ndarray: give an .npz file .*; arrays go by client_arrays=\[\(x, y\)"),
         ({"client_arrays": [(X, Y, Y)], "test": (X, Y)}, "client_arrays: give a list of pairs"),
         ({"client_arrays": [None], "test": (X, Y)}, "client_arrays: give a list of pairs"),
         ({"client_arrays": 3, "test": (X, Y)}, "client_arrays: give a list of pairs"),
-        ({"path": "a.npz", "client_arrays": []}, "path: give either path .* or client_arrays"),
+        ({"path": "a.npz", "client_arrays": []}, "data.path: give either path .* or client_arrays"),
         ({"client_arrays": [(XF, Y)]}, "test: missing; client_arrays need the central test set"),
         (
             {"client_arrays": [(XF, Y), (XF, Y[:3])], "test": (XF, Y)},
@@ -649,7 +649,7 @@ def test_image_folder(tmp_path):
     (tmp_path / "train" / "emu").rmdir()
 
     (tmp_path / "test" / "dog").rename(tmp_path / "test" / "wolf")
-    with pytest.raises(UserError, match="root: class 'dog' is not in both train and test"):
+    with pytest.raises(UserError, match="data.root: class 'dog' is not in both train and test"):
         ImageFolder(str(tmp_path), 5).setup()
     (tmp_path / "test" / "wolf").rename(tmp_path / "test" / "dog")
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"rubbish")

@@ -44,6 +44,11 @@ Seconds = dict[str, tuple[int, float]]
 """The work of a run by name: how often it is done, and the seconds of one time."""
 
 
+def total(parts: Seconds) -> float:
+    """Returns the seconds of all parts."""
+    return sum(times * seconds for times, seconds in parts.values())
+
+
 class Clock(Callback):
     """Measures the parts of a run's rounds, and ends the run after some of them.
 
@@ -162,7 +167,7 @@ class Measured:
             seconds = clock.mean(name) / (world if isinstance(callback, FlatnessMonitor) else 1)
             every = getattr(callback, "every_n_rounds", 1)
             if every is None:
-                every = math.ceil(pause(seconds) * rounds / sum(times * seconds for times, seconds in parts.values()))
+                every = math.ceil(pause(seconds) * rounds / total(parts))
             parts[name] = due(rounds, every), seconds
         return parts
 
