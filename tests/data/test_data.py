@@ -649,7 +649,7 @@ def test_image_folder(tmp_path):
     (tmp_path / "train" / "emu").rmdir()
 
     (tmp_path / "test" / "dog").rename(tmp_path / "test" / "wolf")
-    with pytest.raises(UserError, match="data.root: class 'dog' is not in both train and test"):
+    with pytest.raises(UserError, match=r"data.root: class 'dog' is not in both train and test"):
         ImageFolder(str(tmp_path), 5).setup()
     (tmp_path / "test" / "wolf").rename(tmp_path / "test" / "dog")
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"rubbish")

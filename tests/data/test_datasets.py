@@ -103,7 +103,7 @@ def test_cinic10(valid: bool, tmp_path: Path) -> None:
     assert data.std == [0.24205776, 0.23828046, 0.25874835]
     if valid:
         (tmp_path / "valid" / "airplane").rename(tmp_path / "lost")
-        with pytest.raises(UserError, match="data.root: class 'airplane' is not in both valid and test"):
+        with pytest.raises(UserError, match=r"data.root: class 'airplane' is not in both valid and test"):
             CINIC10(str(tmp_path), valid).setup()
     (tmp_path / "test").rename(tmp_path / "other")
     message = (

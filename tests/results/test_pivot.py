@@ -80,7 +80,7 @@ def test_other_settings_are_averaged_and_paired(tmp_path: Path) -> None:
     [
         ("lr", "pivot = lr: give two settings, as in rho,alpha; choose from rho, lr"),
         ("lr,lr", "pivot = lr,lr: give two settings"),
-        ("lr,optimizer.lr", "pivot = lr,optimizer.lr: give two settings"),
+        ("lr,model.lr", "pivot = lr,model.lr: give two settings"),
         ("lr,seed", "pivot = seed: no setting that varies in these runs; choose from rho, lr"),
     ],
 )
