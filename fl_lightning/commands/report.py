@@ -132,7 +132,7 @@ def draw(runs: Runs, columns: Sequence[table.Column]) -> dict[str, list[tuple[st
         "tradeoff": [
             (column.title, f"tradeoff_{column.key}", curves.plot_tradeoff(groups, column.key))
             for column in columns
-            if column.of.startswith("flatness/") and column.against is None
+            if column.statistic.startswith("flatness/") and column.against is None
         ],
         "spectra": [
             *([("Eigenvalues of the curvature", "spectrum", plot_spectrum(eigenvalues))] if eigenvalues else []),

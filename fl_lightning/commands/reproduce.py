@@ -83,17 +83,17 @@ class Planned:
     Attributes:
         task: The cells.
         trials: The runs, one for each seed.
-        made: Trainer, model and data of the first of them.
+        objects: Trainer, model and data of the first of them.
     """
 
     task: Task
     trials: list[Trial]
-    made: Namespace
+    objects: Namespace
 
     @property
     def cohort(self) -> int:
         """Clients of a round; all of them, without rounds."""
-        trainer, m = self.made.trainer, self.made.data.num_clients
+        trainer, m = self.objects.trainer, self.objects.data.num_clients
         return m if self.task.recipe.command == "centralized" else len(trainer.sampler(0, m, trainer.seed))
 
     def seconds(self, data: FederatedDataModule, step: prediction.Step) -> float:
@@ -103,19 +103,19 @@ class Planned:
             data: The data of a task with the same data set and network, set up; here they are divided otherwise.
             step: A step on these data.
         """
-        objects = self.made
+        objects = self.objects
         return step.run(objects.trainer, objects.model, data, self.cohort * data.num_clients / objects.data.num_clients)
 
     @property
     def rows(self) -> int:
         """Bytes of the clients' state in memory, at most."""
-        model, limit = self.made.model, self.made.trainer.client_memory * 2**30
-        return int(min(limit, _row_bytes(model) * self.made.data.num_clients))
+        model, limit = self.objects.model, self.objects.trainer.client_memory * 2**30
+        return int(min(limit, _row_bytes(model) * self.objects.data.num_clients))
 
     @property
     def samples(self) -> int:
         """Bytes of a published data set's samples, if a run keeps them in memory and they are not loaded here."""
-        data = self.made.data
+        data = self.objects.data
         return data.published.nbytes if data.published and not data.stream and not hasattr(data, "clients") else 0
 
 
@@ -224,7 +224,7 @@ def _partitions(tasks: Sequence[Task], options: _How) -> dict[str, Histogram]:
     """Divides the data of tasks, by name; a dry run shows the commands that would print them."""
     histograms = dict[str, Histogram]()
     for plan in _plan(tasks, options):
-        cell, data = plan.task.cells[0], plan.made.data
+        cell, data = plan.task.cells[0], plan.objects.data
         if options.dry_run:
             print(command("fl-lightning", "data", *plan.trials[0].args), flush=True)
         else:
@@ -276,7 +276,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], options: _H
         if (measurement := measured[kind]) is None:
             continue
         data, step = measurement
-        duration, rounds = plan.seconds(data, step), plan.made.trainer.max_rounds
+        duration, rounds = plan.seconds(data, step), plan.objects.trainer.max_rounds
         remaining = [duration * (1 - rounds_done(read_run(folder)) / rounds) for folder in folders]
         seconds += remaining
         memory = max(memory, step.memory + plan.rows + plan.samples)
@@ -303,7 +303,7 @@ def _show_estimate(planned: Mapping[Planned, Sequence[Path | None]], options: _H
 
 def _measured(plan: Planned, options: _How) -> tuple[FederatedDataModule, prediction.Step] | None:
     """Measures a step; a dry run does without files, and returns None if it knows no shape."""
-    cell, objects = plan.task.cells[0], plan.made
+    cell, objects = plan.task.cells[0], plan.objects
     data = objects.data
     if options.dry_run:
         try:
@@ -323,11 +323,11 @@ def _plan(tasks: Sequence[Task], options: _How) -> Iterator[Planned]:
 
     To parse arguments and to make a net takes longer than all else, so each is done once for what several tasks share.
     """
-    cli, nets = FederatedCLI("fit", *tasks[0].whole), dict[str, Module]()
+    cli, nets = FederatedCLI("fit", *tasks[0].args), dict[str, Module]()
     configs, parts = dict[str, dict[str, Any]](), dict[tuple[str, str], Any]()
     for task in tasks:
         # it is only parsed: to build it may need what the user's settings replace; no column has a number of rounds
-        args = prepare([arg for arg in task.whole if arg not in task.recipe.column])
+        args = prepare([arg for arg in task.args if arg not in task.recipe.column])
         if (key := said_of(args, "trainer", "model")) not in configs:
             cli.parse_arguments(cli.parser, args)
             configs[key] = cli.resolved()

@@ -185,7 +185,7 @@ class PaperFigure:
     schematic: bool = False
 
     @property
-    def whole(self) -> str:
+    def figure(self) -> str:
         """Its number in the paper, without a letter."""
         return self.number.rstrip(string.ascii_lowercase)
 
@@ -205,7 +205,7 @@ class PaperFigure:
         own_folder = (
             self.measure or any(runs.settings for runs in self.runs) or len({runs.table for runs in self.runs}) > 1
         )
-        return f"{self.paper}_{f'figure_{self.whole}' if own_folder else self.runs[0].table}"
+        return f"{self.paper}_{f'figure_{self.figure}' if own_folder else self.runs[0].table}"
 
 
 def figures(paper: str) -> list[PaperFigure]:
@@ -224,8 +224,8 @@ def figure(paper: str, number: str) -> list[PaperFigure]:
     Raises:
         UserError: If there is no such figure, or it is a schematic.
     """
-    drawings = [drawing for drawing in figures(paper) if number in (drawing.number, drawing.whole)]
-    choice = ", ".join(dict.fromkeys(drawing.whole for drawing in figures(paper) if not drawing.schematic))
+    drawings = [drawing for drawing in figures(paper) if number in (drawing.number, drawing.figure)]
+    choice = ", ".join(dict.fromkeys(drawing.figure for drawing in figures(paper) if not drawing.schematic))
     ensure(bool(drawings), f"figure = {number}: no figure of {paper}; choose from {choice}")
     ensure(not drawings[0].schematic, f"figure = {number} of {paper}: it is a schematic; choose from {choice}")
     return drawings

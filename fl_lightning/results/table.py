@@ -39,7 +39,7 @@ class Column:
     Attributes:
         key: Its name in the CSV file.
         title: Its head.
-        of: The statistic, see `Group.values`.
+        statistic: The statistic, see `Group.values`.
         mode: Whether its largest or smallest value is the best; None: neither.
         form: Format of its values.
         scale: Factor of the printed value.
@@ -50,7 +50,7 @@ class Column:
 
     key: str
     title: str
-    of: str
+    statistic: str
     mode: Mode | None = "min"
     form: str = ",.4f"
     scale: float = 1.0
@@ -68,9 +68,13 @@ class Column:
         """The table that it stands in, one of `TABLES`: all columns together are too wide."""
         if self.against is not None:
             return "differences"
-        if is_of_clients(self.of):
+        if is_of_clients(self.statistic):
             return "clients"
-        return "costs" if self.to_target or self.of in ("minutes", "bits", "device_s", "slow_uploads") else "results"
+        return (
+            "costs"
+            if self.to_target or self.statistic in ("minutes", "bits", "device_s", "slow_uploads")
+            else "results"
+        )
 
     @property
     def in_paper(self) -> "Column":
@@ -84,7 +88,7 @@ class Column:
     @property
     def to_target(self) -> bool:
         """Whether it is missing in a run that did not reach the target."""
-        return self.of.startswith("target")
+        return self.statistic.startswith("target")
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
         ]
         if reference is not None and (bits := reference.values("bits")):
             shown.append(Column("target_cost", "cost in B", "target_bits", form=",.2f", scale=1 / fmean(bits)))
-    return [c for c in shown if c.to_target or any(group.measured(c.of) for group in groups)]
+    return [c for c in shown if c.to_target or any(group.measured(c.statistic) for group in groups)]
 
 
 def differences(shown: Sequence[Column], reference: Group, name: str) -> list[Column]:
@@ -198,7 +202,7 @@ def differences(shown: Sequence[Column], reference: Group, name: str) -> list[Co
 def paired(group: Group, column: Column) -> Difference | None:
     """Returns the difference of a group in a column of differences; None of the reference, and without common seeds."""
     against = column.against
-    return None if against is None or group is against else difference(group, against, column.of)
+    return None if against is None or group is against else difference(group, against, column.statistic)
 
 
 def names(groups: Sequence[Group]) -> list[str]:
@@ -223,24 +227,26 @@ def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
         column: The column.
         groups: All rows.
     """
-    complete = [candidate for candidate in groups if len(candidate.values(column.of)) == len(candidate.runs)]
-    rivals = [rival for rival in groups if rival is not group and (column.to_target or rival.measured(column.of))]
+    complete = [candidate for candidate in groups if len(candidate.values(column.statistic)) == len(candidate.runs)]
+    rivals = [
+        rival for rival in groups if rival is not group and (column.to_target or rival.measured(column.statistic))
+    ]
     if column.mode is None or not rivals or group not in complete:
         return False
-    ours, sign = group.values(column.of), 1 if column.mode == "max" else -1
+    ours, sign = group.values(column.statistic), 1 if column.mode == "max" else -1
 
     def mean(candidate: Group) -> float:
-        return sign * fmean(candidate.values(column.of))
+        return sign * fmean(candidate.values(column.statistic))
 
     others = [rival for rival in complete if rival is not group]
     if not others:
         return True
     second = max(others, key=mean)
-    theirs = second.values(column.of)
+    theirs = second.values(column.statistic)
     lead, printed = mean(group) - mean(second), {column.number(fmean(values)) for values in (ours, theirs)}
     if lead <= 0 or len(printed) == 1:
         return False
-    gap = difference(group, second, column.of)
+    gap = difference(group, second, column.statistic)
     if gap is not None and gap.seeds > 1:
         return sign * gap.mean > gap.half
     return lead > max(deviation(ours) or 0.0, deviation(theirs) or 0.0)
@@ -263,8 +269,8 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
     markup = markup or Markup()
     if column.against is not None:
         return _difference(group, column)
-    values = [value * column.scale for value in group.values(column.of)]
-    expected = len(group.runs) if column.to_target or group.measured(column.of) else 0
+    values = [value * column.scale for value in group.values(column.statistic)]
+    expected = len(group.runs) if column.to_target or group.measured(column.statistic) else 0
     if not values and column.to_target:  # one that was reached has no cost where nothing has measured it
         return "" if group.values("target_round") else markup.never
     if not values:
@@ -304,7 +310,7 @@ def row(group: Group, shown: Sequence[Column]) -> Mapping[str, str | float | Non
     }
     for column in shown:
         if column.against is None:
-            values = [value * column.scale for value in group.values(column.of)]
+            values = [value * column.scale for value in group.values(column.statistic)]
             cells[column.key] = fmean(values) if values else ""
             cells[f"{column.key}_sd"] = deviation(values) if len(values) > 1 else ""
         else:

@@ -30,30 +30,34 @@ class Again:
         start: What the bits of the new run depend on.
         apart: The metrics that differ, but for times, and their largest relative differences.
         same: Whether weights and metrics are equal to the bit.
-        alike: Whether processor, torch and engine are those of the row.
+        same_machine: Whether processor, torch and engine are those of the row.
         final: Absolute difference of the last evaluation; infinite if there is none.
         rounds: The rounds that were compared.
-        whole: Whether these are all of the row; else there are no weights to compare.
+        complete: Whether these are all of the row; else there are no weights to compare.
     """
 
     start: Mapping[str, Any]
     apart: Mapping[str, float]
     same: bool
-    alike: bool
+    same_machine: bool
     final: float
     rounds: int
-    whole: bool
+    complete: bool
 
     def met(self, tolerance: float) -> bool:
         """Returns whether bits are equal; elsewhere, whether the last evaluation is within a tolerance."""
-        return self.same or (not self.alike and self.final <= tolerance)
+        return self.same or (not self.same_machine and self.final <= tolerance)
 
     def text(self) -> str:
         """Returns the comparison in a line."""
         if self.same:
-            return "equal to the bit" + f" in its first {self.rounds} rounds" * (not self.whole)
+            return "equal to the bit" + f" in its first {self.rounds} rounds" * (not self.complete)
         far = ", ".join(f"{name} {value:.1e}" for name, value in self.apart.items()) or "its weights"
-        place = "" if self.alike else f"on {self.start['cpu']}, torch {self.start['torch']}, which is not the row's: "
+        place = (
+            ""
+            if self.same_machine
+            else f"on {self.start['cpu']}, torch {self.start['torch']}, which is not the row's: "
+        )
         return f"{place}the last evaluation is {self.final:.4f} away; relative differences: {far}"
 
 
@@ -94,7 +98,7 @@ def check(
                 raise UserError(f"{store / name}: {trained.error}")
             compared = compare_run(row, trained.folder, store / name)
             note = {"same": compared.same, "met": compared.met(tolerance), "final": compared.final}
-            note |= {} if compared.whole else {"rounds": compared.rounds}
+            note |= {} if compared.complete else {"rounds": compared.rounds}
             with Store.edited(store) as edited:
                 (line,) = (line for line in edited.lines if line["row"] == name)
                 line["about"]["checks"].append({**compared.start, **note, "digest": digest(row)})

@@ -66,20 +66,20 @@ class Column(NamedTuple):
     seeds: int
 
 
-class Found(NamedTuple):
+class Finding(NamedTuple):
     """A claim in a column.
 
     Attributes:
         verdict: ``seen``, ``not seen``, ``against``, ``open``, or nothing where the methods have not both been run.
         leaning: What it would be with seeds enough; ``open`` of a single one.
         text: The cell.
-        by: The difference.
+        difference: The difference.
     """
 
     verdict: str
     leaning: str
     text: str
-    by: Difference | None = None
+    difference: Difference | None = None
 
 
 def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -111,12 +111,12 @@ def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
             column.title: {
                 "verdict": finding.verdict,
                 "leaning": finding.leaning,
-                "difference": finding.by.mean,
-                "interval": finding.by.ends,
-                "seeds": finding.by.seeds,
+                "difference": finding.difference.mean,
+                "interval": finding.difference.ends,
+                "seeds": finding.difference.seeds,
             }
             for column, finding in tested
-            if finding.by
+            if finding.difference
         }
         claims.append({**claim, "verdict": verdict, "columns": numbers})
         lines.append(
@@ -147,7 +147,7 @@ def overall(verdicts: Iterable[str]) -> str:
     return "not seen" if distinct == {"not seen"} else "open"
 
 
-def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Found]:
+def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Finding]:
     """Returns what columns say of a claim: with each method's best draw, and where they have it, its runner-up."""
     first, *others = [
         _tested(claim, [m + end for m, end in zip(claim["methods"], ends, strict=True)], columns)
@@ -162,14 +162,14 @@ def judged(claim: Mapping[str, Any], columns: Sequence[Column]) -> list[Found]:
             lost = "; ".join(
                 f"{m} collapsed with seed {', '.join(s)}" for m in claim["methods"] if (s := column.lost.get(m))
             )
-            finding = Found(
-                verdict, leaning, f"{verdict}{suffix}: {finding.text}" + f" ({lost})" * bool(lost), finding.by
+            finding = Finding(
+                verdict, leaning, f"{verdict}{suffix}: {finding.text}" + f" ({lost})" * bool(lost), finding.difference
             )
         merged.append(finding)
     return merged
 
 
-def _tested(claim: Mapping[str, Any], methods: Sequence[str], columns: Sequence[Column]) -> list[Found]:
+def _tested(claim: Mapping[str, Any], methods: Sequence[str], columns: Sequence[Column]) -> list[Finding]:
     """Returns what two rows of methods say in each column, with Holm's procedure over those that decide.
 
     For a column that decides nothing, the procedure is over all columns.
@@ -184,15 +184,24 @@ def _tested(claim: Mapping[str, Any], methods: Sequence[str], columns: Sequence[
     for column, differences, *p_values in zip(columns, values, holm(raw), deciding, strict=True):
         if not differences:
             reason = "not measured" if all(method in column.groups for method in methods) else "not run"
-            findings.append(Found("", "", reason if _base(claim, column) in {None, *by_title} - {column.title} else ""))
+            findings.append(
+                Finding("", "", reason if _base(claim, column) in {None, *by_title} - {column.title} else "")
+            )
             continue
-        by, p = interval(differences), p_values[column.suite.alone]
-        side = "seen" if (by.mean > 0) == claim["larger"] else "against"
-        leaning = "open" if by.seeds < 2 else "not seen" if p >= LEVEL else side
-        text = by.text("+.2f", 100.0) + " pp" if claim["measure"] in ("mean", "std") else by.text("+.3g")
-        seeds = f", {by.seeds} seed{'s' * (by.seeds > 1)}" * (by.seeds < column.seeds)
+        difference, p = interval(differences), p_values[column.suite.alone]
+        side = "seen" if (difference.mean > 0) == claim["larger"] else "against"
+        leaning = "open" if difference.seeds < 2 else "not seen" if p >= LEVEL else side
+        text = (
+            difference.text("+.2f", 100.0) + " pp" if claim["measure"] in ("mean", "std") else difference.text("+.3g")
+        )
+        seeds = f", {difference.seeds} seed{'s' * (difference.seeds > 1)}" * (difference.seeds < column.seeds)
         findings.append(
-            Found("open" if by.seeds < column.suite.seeds else leaning, leaning, text.replace("-", "−") + seeds, by)
+            Finding(
+                "open" if difference.seeds < column.suite.seeds else leaning,
+                leaning,
+                text.replace("-", "−") + seeds,
+                difference,
+            )
         )
     return findings
 

@@ -127,7 +127,7 @@ def _section(
     """Returns the table of a column, and where its rows are from; and the numbers of each row."""
     survivors = [suite.survivors(group) for group in groups]
     remaining = [group for group, _ in survivors if group.runs]
-    measured = [c for c in columns(groups) if c.against is None and c.of in (*SHOWN, *suite.measures)]
+    measured = [c for c in columns(groups) if c.against is None and c.statistic in (*SHOWN, *suite.measures)]
     shown = [*measured, *differences(measured, survivors[reference][0], groups[reference].name)]
     table = [["method", "seeds", *(column.head for column in shown)]]
     numbers = list[dict[str, Any]]()
@@ -138,7 +138,7 @@ def _section(
                 "seed": seed and seed[0],
                 "collapsed": folder not in group.folders,
                 "equal": verdict(folder),
-                **{column.key: Group.value(run, column.of) for column in measured},
+                **{column.key: Group.value(run, column.statistic) for column in measured},
             }
             for folder, seed, run in zip(original.folders, original.seeds, original.runs, strict=True)
         )

@@ -27,14 +27,14 @@ class Study:
     """A study.
 
     Attributes:
-        given: What ``about.yaml`` says.
+        about: What ``about.yaml`` says.
         folder: The folder of its runs.
         store: The folder of its store.
         build: Makes the run of a trial.
         check: Returns the resolved config of a trial.
     """
 
-    given: Mapping[str, Any]
+    about: Mapping[str, Any]
     folder: Path
     store: Path
     build: Build
@@ -67,19 +67,19 @@ class Study:
             UserError: If a setting is wrong, a row's run breaks off, or the store has rows of other rules.
         """
         if not (self.store / ABOUT).is_file():
-            text = yaml.safe_dump(self.given, sort_keys=False, width=1000)
+            text = yaml.safe_dump(self.about, sort_keys=False, width=1000)
             write_atomically(make_folder(self.store, "into") / ABOUT, text)
-        rules = frozen(self.given)
+        rules = frozen(self.about)
         others = {line["about"].get("suite", rules) for line in Store(self.store).lines} - {rules}
         remedy = "give new rules a new suite.name, and another store by --into"
         ensure(not others, f"suite = {rules}: {self.store} has rows of {', '.join(sorted(others))}; {remedy}")
-        unknown = {*(methods or ())} - {*self.given["methods"]}
+        unknown = {*(methods or ())} - {*self.about["methods"]}
         ensure(
             not unknown,
-            f"methods = {', '.join(sorted(unknown))}: not in {ABOUT}; it has {', '.join(self.given['methods'])}",
+            f"methods = {', '.join(sorted(unknown))}: not in {ABOUT}; it has {', '.join(self.about['methods'])}",
         )
-        for name in methods or self.given["methods"]:
-            for end in ["", RUNNER_UP] if name in self.given.get("runner_up", ()) else [""]:
+        for name in methods or self.about["methods"]:
+            for end in ["", RUNNER_UP] if name in self.about.get("runner_up", ()) else [""]:
                 stored = {line["row"] for line in Store(self.store).lines}
                 if missing := [row for row in self.rows(name + end) if row not in stored]:
                     if not self.tuned(name):
@@ -92,8 +92,8 @@ class Study:
         """Returns the rows of a method, and the settings of their columns and seeds."""
         return {
             f"{column.replace(' ', '_')}/{method}/seed_{seed}": [*shlex.split(arguments), *_of(seed)]
-            for column, arguments in self.given["columns"].items()
-            for seed in self.given["seeds"]
+            for column, arguments in self.about["columns"].items()
+            for seed in self.about["seeds"]
         }
 
     def args(self, method: str, row: str) -> list[str]:
@@ -111,7 +111,7 @@ class Study:
         Raises:
             UserError: If such a row cannot be made here, as when its class is not found.
         """
-        rules = frozen(self.given)
+        rules = frozen(self.about)
         for line in (line for line in store.lines if line["row"] in rows and line["about"].get("suite") != rules):
             if self.follows(line, store.config(line)):
                 line["about"]["suite"] = rules
@@ -120,14 +120,14 @@ class Study:
         """Returns whether a line and its config are those of a row of the study."""
         row, method = line["row"], line["method"]
         name = method.removesuffix(RUNNER_UP)
-        if name not in self.given["methods"] or row not in self.rows(method) or not self.tuned(name):
+        if name not in self.about["methods"] or row not in self.rows(method) or not self.tuned(name):
             return False
         stored, expected = map(portable, (config, self.check(Trial(row, tuple(self.args(method, row))))))
         return not differences(stored, expected) and stored["trainer"]["callbacks"] == expected["trainer"]["callbacks"]
 
     def tuned(self, name: str) -> bool:
         """Returns whether a method has no ranges, or its settings have been tried."""
-        return not self.given["methods"][name][1:] or name in tuning.read(self.store)
+        return not self.about["methods"][name][1:] or name in tuning.read(self.store)
 
     def tune(self, name: str) -> None:
         """Trains a method with each setting that it tries and each seed of the tuning, and keeps the results.
@@ -136,14 +136,14 @@ class Study:
             UserError: If a setting is wrong, two would be correlated over the draws, a run breaks off for another
                 reason than divergence, or fewer than two settings have finished; then nothing is kept of the method.
         """
-        settings, args = tuning.tried(self.given, name), self._args(name, "tuning")
+        settings, args = tuning.tried(self.about, name), self._args(name, "tuning")
         trials = [
             [
                 Trial(
                     f"{name}/{k}/seed_{seed}",
                     (*args, *(f"--{key}={value}" for key, value in setting.items()), *_of(seed)),
                 )
-                for seed in self.given.get("tuning_seeds", [0])
+                for seed in self.about.get("tuning_seeds", [0])
             ]
             for k, setting in enumerate(settings)
         ]
@@ -158,7 +158,7 @@ class Study:
         lines = tuning.judged(name, settings, [[runs[trial.name] for trial in repeats] for repeats in trials])
         tuning.chosen([dict(zip(tuning.HEAD, line, strict=True)) for line in lines])
         with alone(self.store):
-            tuning.write(self.store, lines, [*self.given["methods"]])
+            tuning.write(self.store, lines, [*self.about["methods"]])
 
     def train(self, row: str, args: Sequence[str]) -> None:
         """Trains a row, and adds it to the store.
@@ -170,10 +170,10 @@ class Study:
             if trained.error is not None or trained.folder is None:
                 raise UserError(f"{row}: {trained.error}")
             with Store.edited(self.store) as store:
-                add(trained.folder, store, row, frozen(self.given))
+                add(trained.folder, store, row, frozen(self.about))
 
     def _args(self, name: str, length: str) -> list[str]:
-        return shlex.split(" ".join([self.given["fit"], self.given["methods"][name][0], self.given[length]]))
+        return shlex.split(" ".join([self.about["fit"], self.about["methods"][name][0], self.about[length]]))
 
 
 def _of(seed: int) -> list[str]:

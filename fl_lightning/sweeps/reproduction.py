@@ -102,7 +102,7 @@ class Task:
         return "/".join(re.sub(r"[^\w.+=-]+", "_", part).strip("_") for part in parts)
 
     @property
-    def whole(self) -> tuple[str, ...]:
+    def args(self) -> tuple[str, ...]:
         """Arguments of a run with all of its rounds."""
         return ("--config", self.recipe.config, *self.recipe.row, *self.recipe.column, *self.settings)
 
@@ -121,7 +121,7 @@ class Task:
         measures = dict.fromkeys(filter(None, (*needed, self.measure)))
         interval = max(1, scaled_rounds(config, fraction) // self.times)
         settings = f"every_n_rounds: {interval}, metrics: [{', '.join(measures)}]"
-        args = [*self.whole, *(f"--{key}={number:.17g}" for key, number in scaled(config, fraction).items())]
+        args = [*self.args, *(f"--{key}={number:.17g}" for key, number in scaled(config, fraction).items())]
         if measures:
             args.append(f"--trainer.callbacks+={{class_path: FlatnessMonitor, init_args: {{{settings}}}}}")
         return [
