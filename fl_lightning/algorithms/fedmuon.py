@@ -113,15 +113,13 @@ class FedMuon(Aligned):
 
     def of_matrices(self, v: Tensor) -> Tensor:
         """Returns the coordinates of the matrices."""
-        return torch.cat([part for part, is_matrix in zip(self.split(v), self.matrices, strict=True) if is_matrix], -1)
+        return torch.cat([part for part, is_2d in zip(self.split(v), self.matrices, strict=True) if is_2d], -1)
 
     def local_start(self, client: State, received: State, ctx: ClientContext) -> tuple[Tensor, State]:
         """``B_i <- B``."""
-        sizes = [n for n, is_matrix in zip(self.flat.numels, self.matrices, strict=True) if is_matrix]
+        sizes = [n for n, is_2d in zip(self.flat.numels, self.matrices, strict=True) if is_2d]
         B, w = iter(torch.split(received.B, sizes, -1)), self.split(received.w)
-        parts = [
-            next(B) if is_matrix else torch.zeros_like(part) for part, is_matrix in zip(w, self.matrices, strict=True)
-        ]
+        parts = [next(B) if is_2d else torch.zeros_like(part) for part, is_2d in zip(w, self.matrices, strict=True)]
         return received.w, client | {self.own("first"): torch.cat(parts, -1)}
 
     def step_lr(self, client: State, ctx: ClientContext) -> float | Tensor:
