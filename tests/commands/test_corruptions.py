@@ -134,17 +134,17 @@ def test_clean_row_is_the_number_of_test(tmp_path: Path, policy: Any) -> None:
         torch.manual_seed(0)
         return FedAvg(net=batch_norm_net(), buffers=policy)
 
-    want = trainer.test(model(), data, str(last))["server/test/acc"]
+    expected = trainer.test(model(), data, str(last))["server/test/acc"]
     evaluated = model()
     rows = run(trainer, evaluated, data, str(folder), str(last))
-    assert rows[0] == ("clean", 0, want)
-    assert len(rows) == 96 and {row.acc for row in rows} == {want}
-    assert want > 0.5
+    assert rows[0] == ("clean", 0, expected)
+    assert len(rows) == 96 and {row.acc for row in rows} == {expected}
+    assert expected > 0.5
     fresh = batch_norm_net()
     fresh.load_state_dict({**fresh.state_dict(), **dict(evaluated.net.named_parameters())})
     with torch.no_grad():
         predicted = torch.cat([fresh.eval()(x).argmax(1) == y for x, y in data.eval_batches("test")])
-    assert float(predicted.double().mean()) < want  # the initial statistics give another number
+    assert float(predicted.double().mean()) < expected  # the initial statistics give another number
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from tests.runs import DIGITS, cli, forked, kill, run
 
 def states(text: str) -> dict[str, tuple[str, str]]:
     """State and rounds of each run that the list shows."""
-    found = re.findall(r"^ ?(\S*version_\d+) +(\w+) +(\S+)", text, re.M)
-    return {name: (state, rounds) for name, state, rounds in found}
+    matches = re.findall(r"^ ?(\S*version_\d+) +(\w+) +(\S+)", text, re.M)
+    return {name: (state, rounds) for name, state, rounds in matches}
 
 
 def test_a_run_from_its_start_to_its_deletion(

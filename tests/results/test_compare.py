@@ -82,9 +82,9 @@ def test_what_cannot_be_compared(runs: list[Path], tmp_path: Path) -> None:
         compare("nothing")  # one folder, not its letters
     with pytest.raises(UserError, match=r"runs = \[\]: give"):
         compare([])
-    other = write(tmp_path / "segmentation" / "version_0", {6: 0.5}, name="miou")
+    segmentation = write(tmp_path / "segmentation" / "version_0", {6: 0.5}, name="miou")
     with pytest.raises(UserError, match="metric = server/test/acc: not in"):
-        compare([*runs, other])
+        compare([*runs, segmentation])
 
 
 def test_latex(runs: list[Path]) -> None:
@@ -109,8 +109,8 @@ def test_only_what_is_clearly_better_is_bold(tmp_path: Path) -> None:
 
     def bold(*seeds: list[float], first: int = 0) -> list[int]:
         folder = tmp_path / str(len([*tmp_path.iterdir()]))
-        for i, of in enumerate(seeds):
-            for seed, value in enumerate(of):
+        for i, values in enumerate(seeds):
+            for seed, value in enumerate(values):
                 configured(folder / f"{i}_{seed}", {6: value}, lr=0.1 * i, seed=seed + first * i)
         groups = compare([folder])
         column = next(column for column in columns(groups) if column.key == "best")
@@ -122,11 +122,11 @@ def test_only_what_is_clearly_better_is_bold(tmp_path: Path) -> None:
             (([0.7, 0.8, 0.9], [0.71, 0.82, 0.93]), []), (([0.7, 0.8, 0.9], [0.72, 0.82, 0.93]), [1]),
             (([0.7, 0.8, 0.9], [0.72, 0.82, 0.93], [0.2, 1.0, 0.9]), [1]), (([0.7], [0.9], [0.9]), []),
     ]  # fmt: skip
-    for of, expected in cases:
-        assert bold(*of) == expected
+    for seeds, expected in cases:
+        assert bold(*seeds) == expected
     assert bold([0.7, 0.9], [0.8, 1.0], first=5) == [] and bold([0.7, 0.7], [0.8, 0.8], first=5) == [1]
     groups = compare([tmp_path / "0"])
-    measured = [replace(each, runs=[replace(each.runs[0], flatness={"lambda_max": 1.0})]) for each in groups]
+    measured = [replace(group, runs=[replace(group.runs[0], flatness={"lambda_max": 1.0})]) for group in groups]
     (column,) = (column for column in columns(measured) if column.key == "lambda_max")
     measured[1].runs[0].flatness["lambda_max"] = 0.5
     assert is_best(measured[1], column, measured) and not is_best(measured[1], column, [groups[0], measured[1]])
@@ -145,9 +145,9 @@ def test_differences_to_a_reference(tmp_path: Path, capsys: pytest.CaptureFixtur
     expected = f"{middle:+.4f} [{middle - half:+.4f}, {middle + half:+.4f}] (3 of 4)"
     assert [cell(group, column, groups) for group in groups] == ["", expected]
     assert column.head == "last 1 − lr 0.1"
-    found = row(groups[1], shown)
-    assert found["mean_difference"] == pytest.approx(middle) and found["mean_difference_seeds"] == 3
-    assert (found["mean_difference_low"], found["mean_difference_high"]) == pytest.approx(
+    record = row(groups[1], shown)
+    assert record["mean_difference"] == pytest.approx(middle) and record["mean_difference_seeds"] == 3
+    assert (record["mean_difference_low"], record["mean_difference_high"]) == pytest.approx(
         (middle - half, middle + half), abs=1e-6
     )
     assert f"$+${100 * middle:.2f} [$-${100 * (half - middle):.2f}, $+$" in latex(groups, shown)
@@ -175,8 +175,8 @@ def test_a_setting_with_the_name_of_a_column_is_kept_beside_it(tmp_path: Path) -
     for i, mean in enumerate((0.0, 0.5)):
         configured(tmp_path / f"run_{i}", {6: 0.1 * i}, mean=mean)
     groups = compare(tmp_path)
-    found = [row(group, columns(groups)) for group in groups]
-    assert [(each["setting mean"], each["mean"]) for each in found] == [("0", 0.0), ("0.5", 0.1)]
+    records = [row(group, columns(groups)) for group in groups]
+    assert [(record["setting mean"], record["mean"]) for record in records] == [("0", 0.0), ("0.5", 0.1)]
 
 
 def test_a_reader_names_the_rows_and_chooses_columns(
@@ -213,10 +213,10 @@ def test_settings_that_tell_configs_apart() -> None:
     assert telling([one, two]) == {"model": "model"} and telling([one, {**one, "trainer.seed": "3"}]) == {}
     three = {**two, "model.rho": "0.2"}
     assert telling([one, two, three]) == {"model": "model", "rho": "model.rho"}
-    other = {**two, "model.ascent.rho": "0.1"}
+    nested = {**two, "model.ascent.rho": "0.1"}
     deep = {**one, "model.net.model": "3"}  # a net of one's own may have an argument with this name
     assert telling([deep, {**two, "model.net.model": "4"}]) == {"model": "model", "net.model": "model.net.model"}
-    both = [other, {**other, "model.rho": "1", "model.ascent.rho": "2"}]
+    both = [nested, {**nested, "model.rho": "1", "model.ascent.rho": "2"}]
     assert telling(both) == {"model.rho": "model.rho", "ascent.rho": "model.ascent.rho"}
     composed = {**one, "model.ascent": "SAM", "model.ascent.rho": "0.1"}
     assert telling([composed, two]) == {"model": "model", "ascent": "model.ascent"}
@@ -231,8 +231,8 @@ def test_runs_that_have_not_ended_are_named(tmp_path: Path, capsys: pytest.Captu
     (row / "row.json").write_text("{}")
     (ended / "summary.json").write_text("{}")
     compare([ended, short, row], reference=ended, metric="server/test/loss")
-    said = f"not ended: {short} has 2 of 6 rounds, and counts all the same\n"
-    assert capsys.readouterr().err == said
+    warning = f"not ended: {short} has 2 of 6 rounds, and counts all the same\n"
+    assert capsys.readouterr().err == warning
     (short / "summary.json").write_text("{}")  # by EarlyStopping, for instance
     compare([ended, short], metric="server/test/loss")
     assert not capsys.readouterr().err
@@ -492,9 +492,9 @@ def test_band_over_seeds(tmp_path: Path) -> None:
     one = write(tmp_path / "one", {1: 0.1, 2: 0.2, 4: 0.4}) / "metrics.csv"
     two = write(tmp_path / "two", {1: 0.3, 2: 0.6, 3: 0.9}) / "metrics.csv"
     columns = read({"both": [one, two]})["both"]
-    found = curve(columns, "server/test/acc")
-    assert found is not None and found.rounds == [1, 2]
-    assert found.mean == pytest.approx([0.2, 0.4]) and found.sd == pytest.approx([sqrt(0.02), sqrt(0.08)])
+    band = curve(columns, "server/test/acc")
+    assert band is not None and band.rounds == [1, 2]
+    assert band.mean == pytest.approx([0.2, 0.4]) and band.sd == pytest.approx([sqrt(0.02), sqrt(0.08)])
     assert curve(columns, "flatness/lambda_max") is None
     long = [{"a": [(t, float(s * t)) for t in range(1, 201)]} for s in (1, 3)]
     assert curve(long, "a")[:2] == ([t + 0.5 for t in range(1, 200, 2)], [2 * (t + 0.5) for t in range(1, 200, 2)])  # type: ignore[index]

@@ -38,8 +38,8 @@ def test_the_length_of_a_run_does_not_turn_it() -> None:
     ],
 )
 def test_none_qualifies(values: list[tuple[int, float]], loss: list[tuple[int, float]], text: str) -> None:
-    found = verdict(*values, loss=loss)
-    assert found.startswith("no verdict, ") and text in found
+    line = verdict(*values, loss=loss)
+    assert line.startswith("no verdict, ") and text in line
 
 
 def test_nothing_without_two_measurements() -> None:

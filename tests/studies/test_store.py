@@ -80,9 +80,9 @@ def test_a_row_is_its_run_again_without_checkpoints_and_machine(study: Path, tmp
         assert yaml.safe_load((row / "config.yaml").read_text()) == portable(
             yaml.safe_load((run / "config.yaml").read_text())
         )
-        kept = json.loads((row / "row.json").read_text())
-        assert (kept["method"], kept["rounds"], kept["seed"], kept["checks"]) == (method, 6, seed, [])
-        assert kept["starts"][0]["engine"] == "sequential"
+        record = json.loads((row / "row.json").read_text())
+        assert (record["method"], record["rounds"], record["seed"], record["checks"]) == (method, 6, seed, [])
+        assert record["starts"][0]["engine"] == "sequential"
 
 
 @pytest.mark.slow
@@ -93,9 +93,9 @@ def test_bytes_of_a_store_are_those_of_its_rows(study: Path, tmp_path: Path) -> 
         (line,) = Store(study / "rows").matching(f"{method}/seed_{seed}")
         store.put(line["row"], Store(study / "rows").files(line))
         store.write()
-        for before in Store(tmp_path / "rows").lines:
-            made = Store(study / "rows")
-            assert Store(tmp_path / "rows").files(before) == made.files(*made.matching(before["row"]))
+        for earlier in Store(tmp_path / "rows").lines:
+            reference = Store(study / "rows")
+            assert Store(tmp_path / "rows").files(earlier) == reference.files(*reference.matching(earlier["row"]))
     for name in ("rows.jsonl", "metrics.csv.xz"):
         assert (tmp_path / "rows" / name).read_bytes() == (study / "rows" / name).read_bytes()
 
@@ -106,14 +106,14 @@ def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Pa
     store = Store(copy)
     store.lines[1]["about"]["checks"] = [{"same": True, "date": "2026-01-03"}]
     store.write()
-    for given in (copy, study / "rows"):
-        cli("study", "add", str(given), f"--into={tmp_path / 'both'}")
+    for source in (copy, study / "rows"):
+        cli("study", "add", str(source), f"--into={tmp_path / 'both'}")
     for name in ("rows.jsonl", "metrics.csv.xz"):
         assert (tmp_path / "both" / name).read_bytes() == (copy / name).read_bytes()
     store.lines[1]["about"]["checks"] = [{"same": False, "date": "2026-01-02"}]
     store.write()
     cli("study", "add", str(copy), f"--into={tmp_path / 'both'}")
-    assert [each["same"] for each in about(tmp_path / "both", store.lines[1]["row"])["checks"]] == [False, True]
+    assert [check["same"] for check in about(tmp_path / "both", store.lines[1]["row"])["checks"]] == [False, True]
     store.lines[2]["about"]["weights"] = "another"
     store.write()
     with pytest.raises(SystemExit, match="a row with other weights"):
@@ -123,13 +123,13 @@ def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Pa
 @pytest.mark.slow
 def test_a_removed_row_takes_nothing_from_the_others(study: Path, copy: Path) -> None:
     """Not the first one either, whose config is the base of all."""
-    whole = Store(study / "rows")
+    original = Store(study / "rows")
     for method, seed in SEEDS[:-1]:
         cli("study", "remove", str(copy / method / f"seed_{seed}"))
-        left = Store(copy)
-        kept = {line["row"]: left.files(line) for line in left.lines}
+        remaining = Store(copy)
+        kept = {line["row"]: remaining.files(line) for line in remaining.lines}
         assert f"{method}/seed_{seed}" not in kept
-        assert kept == {line["row"]: whole.files(line) for line in whole.lines if line["row"] in kept}
+        assert kept == {line["row"]: original.files(line) for line in original.lines if line["row"] in kept}
     assert [line["row"] for line in Store(copy).lines] == ["FedSAM/seed_1"]
 
 
@@ -138,11 +138,11 @@ def test_processes_that_add_at_once_lose_nothing(study: Path, tmp_path: Path) ->
     for k, (method, seed) in enumerate(SEEDS):
         shutil.copytree(run_of(study, method, seed), tmp_path / str(k) / method / f"seed_{seed}" / "version_0")
     add = [sys.executable, "-m", "fl_lightning", "study", "add"]
-    started = [subprocess.Popen([*add, str(tmp_path / str(k)), f"--into={tmp_path / 'rows'}"]) for k in range(4)]
-    assert [process.wait(timeout=600) for process in started] == [0] * 4
-    found, whole = Store(tmp_path / "rows"), Store(study / "rows")
-    assert {line["row"]: found.files(line) for line in found.lines} == {
-        line["row"]: whole.files(line) for line in whole.lines
+    processes = [subprocess.Popen([*add, str(tmp_path / str(k)), f"--into={tmp_path / 'rows'}"]) for k in range(4)]
+    assert [process.wait(timeout=600) for process in processes] == [0] * 4
+    store, original = Store(tmp_path / "rows"), Store(study / "rows")
+    assert {line["row"]: store.files(line) for line in store.lines} == {
+        line["row"]: original.files(line) for line in original.lines
     }
 
 
@@ -152,11 +152,11 @@ def test_all_metrics_are_one_table_for_any_program(study: Path) -> None:
         lines = [*csv.DictReader(file)]
     assert [*lines[0]][:5] == ["row", "method", "column", "seed", "round"] and len(lines) == 4 * 6
     for method, seed in SEEDS:
-        own = [line for line in lines if line["row"] == f"{method}/seed_{seed}"]
-        assert {(line["method"], line["column"], line["seed"]) for line in own} == {(method, "", str(seed))}
+        rows = [line for line in lines if line["row"] == f"{method}/seed_{seed}"]
+        assert {(line["method"], line["column"], line["seed"]) for line in rows} == {(method, "", str(seed))}
         with (run_of(study, method, seed) / "metrics.csv").open(newline="") as file:
             assert [{k: v for k, v in line.items() if v} for line in csv.DictReader(file)] == [
-                {k: v for k, v in line.items() if v and k not in ("row", "method", "column", "seed")} for line in own
+                {k: v for k, v in line.items() if v and k not in ("row", "method", "column", "seed")} for line in rows
             ]
 
 
@@ -169,8 +169,8 @@ def test_rows_compare_as_their_runs_do(study: Path) -> None:
         assert [(group.name, group.seeds) for group in ours] == [
             (name, [(0, 0), (1, 0)]) for name in ("FedAvg", "FedSAM")
         ]
-    (one,) = compare(study / "rows" / "FedSAM")
-    assert [folder.name for folder in one.folders] == ["seed_0", "seed_1"]
+    (fedsam,) = compare(study / "rows" / "FedSAM")
+    assert [folder.name for folder in fedsam.folders] == ["seed_0", "seed_1"]
     assert [group.seeds for group in compare(study / "rows" / "*" / "seed_1")] == [[(1, 0)]] * 2
     assert {group.runs[0].target for group in compare(study / "rows", reference=study / "rows" / "FedSAM")} != {None}
     assert [len(group.left_out) for group in compare(study)] == [2, 2]  # runs are found beside their store
@@ -190,13 +190,13 @@ def test_versions_of_a_name_are_rows_each(study: Path, tmp_path: Path) -> None:
 
 def test_configs_are_kept_by_what_differs() -> None:
     base = {"model": {"lr": 0.1, "parts": None}, "data": {"seed": 0}}
-    for own, kept in [
+    for config, expected in [
         (base, {}),
         ({"model": {"lr": 0.1, "parts": None}, "data": {"seed": False}}, {".data.seed": False}),
         ({"model": {"lr": 0.1}, "data": {"seed": 0}}, {".model": {"lr": 0.1}}),
         ({"data": {"seed": 0}, "model": {"lr": 0.1, "parts": None}}, None),  # the order counts, too
     ]:
-        assert changes(base, own) == ({"": own} if kept is None else kept)
+        assert changes(base, config) == ({"": config} if expected is None else expected)
 
 
 def test_a_store_is_whole_when_a_process_is_killed_between_its_two_files(tmp_path: Path) -> None:
@@ -225,11 +225,11 @@ def test_a_row_keeps_every_byte_of_any_files(text: str, tmp_path: Path) -> None:
     files = {
         f"m/seed_{i}": {
             "config.yaml": text if i else text.replace("1", "2"),
-            "metrics.csv": of_one,
+            "metrics.csv": table,
             "row.json": json_text({"seed": i}, 1),
             "flatness/a.json": "[]\n",
         }
-        for i, of_one in enumerate(metrics)
+        for i, table in enumerate(metrics)
     }
     for names in (["m/seed_0", "m/seed_1", "m/seed_2"], ["m/seed_0"]):
         store = Store(tmp_path / "rows")
@@ -258,7 +258,7 @@ def test_a_row_trained_again_is_equal_to_the_bit(
     assert "![" in text and text.endswith("(small.json)\n")
     rows = json.loads((tmp_path / "pages" / "small.json").read_text())
     assert [(row["method"], row["seed"], row["equal"]) for row in rows] == [
-        (*each, True if each == ("FedSAM", 1) else None) for each in SEEDS
+        (*pair, True if pair == ("FedSAM", 1) else None) for pair in SEEDS
     ]
     with Image.open(tmp_path / "pages" / "small.png") as image:
         image.load()
@@ -321,16 +321,16 @@ def test_a_row_with_another_bit_is_wrong_and_the_page_says_so(copy: Path, capsys
     assert [check["same"] for check in about(copy, "FedAvg/seed_0")["checks"]] == [True, False]
     assert checked() == "2, 1 wrong"
     # the same difference counts as another processor's
-    other = about(copy, "FedAvg/seed_0")
-    other["starts"][0]["cpu"] = "another"
-    change(other)
+    record = about(copy, "FedAvg/seed_0")
+    record["starts"][0]["cpu"] = "another"
+    change(record)
     cli("study", "check", row)
     assert "which is not the row's" in capsys.readouterr().out.replace("\n", " ")
     assert checked() == "2, self-reported"
 
 
 @pytest.mark.parametrize(
-    ("checks", "found"),
+    ("checks", "expected"),
     [
         ([], None),
         (["same"], True),
@@ -350,23 +350,23 @@ def test_a_row_with_another_bit_is_wrong_and_the_page_says_so(copy: Path, capsys
     ],
 )
 def test_the_newest_check_counts_and_one_elsewhere_takes_no_equal_bits_back(
-    checks: list[str], found: bool | None, copy: Path, tmp_path: Path
+    checks: list[str], expected: bool | None, copy: Path, tmp_path: Path
 ) -> None:
     (line,) = Store(copy).matching("FedAvg/seed_0")
     extract(Store(copy).files(line), tmp_path / "row")
-    here = line["about"]["starts"][0]
+    start = line["about"]["starts"][0]
     line["about"]["checks"] = [
         {
-            **here,
-            "torch": "9.0" if "elsewhere" in each else here["torch"],
-            "same": each.startswith("same"),
-            "met": each.startswith(("same", "near")),
-            "digest": "none" if each.endswith("files") else digest(tmp_path / "row"),
+            **start,
+            "torch": "9.0" if "elsewhere" in check else start["torch"],
+            "same": check.startswith("same"),
+            "met": check.startswith(("same", "near")),
+            "digest": "none" if check.endswith("files") else digest(tmp_path / "row"),
         }
-        for each in checks
+        for check in checks
     ]
     (tmp_path / "row" / "row.json").write_text(json_text(line["about"]))
-    assert verdict(tmp_path / "row") is found
+    assert verdict(tmp_path / "row") is expected
 
 
 @pytest.mark.parametrize(
@@ -444,12 +444,12 @@ def test_rows_with_brackets_in_their_names_are_found(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.lines = [{"row": f"{method}/seed_{seed}"} for method in ("SAM[1]", "SAM1", "SAM10") for seed in (0, 1)]
 
-    def found(name: str) -> list[str]:
+    def rows(name: str) -> list[str]:
         return [line["row"] for line in store.matching(name)]
 
-    assert found("SAM[1]") == ["SAM[1]/seed_0", "SAM[1]/seed_1"] and found("SAM[1]/seed_1") == ["SAM[1]/seed_1"]
-    assert found("SAM1") == ["SAM1/seed_0", "SAM1/seed_1"] == found("SAM[12]") and len(found(".")) == 6
-    assert found("SAM1*/seed_0") == ["SAM1/seed_0", "SAM10/seed_0"] and found("SAM") == []
+    assert rows("SAM[1]") == ["SAM[1]/seed_0", "SAM[1]/seed_1"] and rows("SAM[1]/seed_1") == ["SAM[1]/seed_1"]
+    assert rows("SAM1") == ["SAM1/seed_0", "SAM1/seed_1"] == rows("SAM[12]") and len(rows(".")) == 6
+    assert rows("SAM1*/seed_0") == ["SAM1/seed_0", "SAM10/seed_0"] and rows("SAM") == []
 
 
 def test_a_setting_absent_and_at_its_default_is_one(copy: Path) -> None:
@@ -472,8 +472,8 @@ def test_settings_that_rows_of_the_ledger_lack_are_at_defaults_that_are_known() 
     """One that a class has got since with another default than null is to be in `SINCE`."""
 
     def parts(value: Any) -> Iterator[dict[str, Any]]:
-        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-            yield from parts(each)
+        for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from parts(child)
         if isinstance(value, dict) and "class_path" in value:
             yield value
 
@@ -482,7 +482,7 @@ def test_settings_that_rows_of_the_ledger_lack_are_at_defaults_that_are_known() 
             config = store.config(next(line for line in store.lines if line["method"] == method))
             for part in (part for name in ("model", "data") for part in parts({"": config[name]})):
                 kind = getattr(fl_lightning, part["class_path"].rpartition(".")[2])
-                defaults = {key: of.default for key, of in inspect.signature(kind).parameters.items()}
+                defaults = {key: parameter.default for key, parameter in inspect.signature(kind).parameters.items()}
                 for key in defaults.keys() - part["init_args"].keys():
                     if isinstance(defaults[key], str | int | float | bool | None):
                         assert defaults[key] == SINCE.get(key), (store.folder.name, method, key)
