@@ -42,7 +42,7 @@ print(json.dumps([wrong, sorted(name for name in {*sys.modules} - before if name
 
 
 def classes() -> dict[str, list[str]]:
-    """The arguments that name each class that a config can name."""
+    """Returns the arguments that name each class that a config can name."""
     exported = [getattr(fl_lightning, name) for name in fl_lightning.__all__]
     flags: dict[str, list[str]] = {}
     for kind in [*exported, *Schedule.__subclasses__()]:
@@ -54,7 +54,7 @@ def classes() -> dict[str, list[str]]:
 
 @pytest.mark.long
 def test_every_class_by_its_bare_name(tmp_path: Path) -> None:
-    """A name that no import has made known is an error of the parser; a lack of arguments is none of the name."""
+    """A name that no import has made known is an error of the parser; missing arguments are no error of the name."""
     named = classes()
     assert {"AdaptivePrivacy", "GaussianPrivacy", "Cosine", "LoRA", "WandbLogger", "Updates", "FromFile"} <= {*named}
     assert len(named) > 100

@@ -101,7 +101,7 @@ def import_without_resource() -> None:
     ],
 )
 def test_completion(line: str, offers: list[str], tmp_path: Path) -> None:
-    """As bash asks for it: the line in the environment, the answer in file 8; neither torch nor Lightning is there."""
+    """Bash puts the line into the environment, and reads file 8; neither torch nor Lightning is there."""
     for name in ("torch", "lightning"):
         (tmp_path / f"{name}.py").write_text("raise ImportError")
     (tmp_path / "fl_lightnings").mkdir()
@@ -113,7 +113,7 @@ def test_completion(line: str, offers: list[str], tmp_path: Path) -> None:
 
 
 def test_a_python_without_the_packages_is_told_so(tmp_path: Path) -> None:
-    """Without site-packages, as the Python of a system has none of them."""
+    """It runs without site-packages, as the Python of a system has none of them."""
     program = Path(fl_lightning.__file__).parents[1] / "cli.py"
     command = [sys.executable, "-S", "-E", program, "fit", "--config=quickstart"]
     completed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

@@ -58,7 +58,7 @@ def digits() -> Digits:
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, NaiveFedGloSS])
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_bits_are_those_that_fit_logs(algorithm: type[LocalObjective], precision: str, tmp_path: Path) -> None:
-    """Cohorts of random size, more rounds than are measured, and an algorithm of two phases."""
+    """There are cohorts of random size, more rounds than are measured, and an algorithm of two phases."""
     options: dict[str, Any] = {
         "sampler": BernoulliSampler(0.4),
         "max_rounds": 25,
@@ -110,7 +110,7 @@ class Seen(Callback):
 @pytest.mark.sampled(quick=6, slow=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_measures_the_run_that_is_planned(kind: str, tmp_path: Path) -> None:
-    """Its rule, faults and privacy, and thus its bits; a cohort may be empty."""
+    """It has the run's rule, faults and privacy, and thus its bits; a cohort may be empty."""
     options = {"max_rounds": 40, "eval_every": 40, **KINDS[kind]}
     Seen.found.clear()
     mine, algorithm = trainer(tmp_path, **options, callbacks=[Seen()]), NaiveFedGloSS if kind == "faults" else FedAvg
@@ -133,7 +133,7 @@ def test_a_run_that_max_time_ends(tmp_path: Path) -> None:
 @pytest.mark.sampled(quick=5, slow=3)
 @pytest.mark.parametrize("kind", CLOCKS)
 def test_the_clock_of_the_devices(kind: str, tmp_path: Path) -> None:
-    """Who is late, when the run ends, and what it counts; a server without rounds takes steps."""
+    """It tells who is late, when the run ends, and what counts; a server without rounds takes steps."""
     options = {"max_rounds": 40, "eval_every": 40, **CLOCKS[kind]}
     prediction, mine = (
         plan(trainer(tmp_path, **options), FedAvg(DigitsMLP(hidden=4)), digits()),
@@ -193,7 +193,7 @@ class Sleeps(Callback):
 
 
 def test_time_at_the_start_of_rounds_counts(tmp_path: Path) -> None:
-    """Of each of two callbacks of one class by itself."""
+    """It counts for each of two callbacks of one class by itself."""
     prediction = plan(
         trainer(tmp_path, callbacks=[Sleeps(0.02, 4), Sleeps(0.0, 2)], max_rounds=8), FedAvg(DigitsMLP(4)), digits()
     )
@@ -219,7 +219,7 @@ def test_amounts_have_no_exponent() -> None:
 
 
 def test_makespan_of_the_busiest_process() -> None:
-    """5 to A, 4 to B, 3 to B, 3 to A, 3 to B: A makes 8 steps, B 10."""
+    """A gets 5 and 3, B gets 4, 3 and 3: A makes 8 steps, B 10."""
     assert makespan([3, 5, 3, 4, 3], 2) == 10
     assert makespan([3, 5, 3, 4, 3], 1) == 18
     assert makespan([3, 5], 8) == 5

@@ -15,7 +15,7 @@ from tests.runs import DIGITS, cli, forked, kill, run
 
 
 def states(text: str) -> dict[str, tuple[str, str]]:
-    """State and rounds of each run that the list shows."""
+    """Returns state and rounds of each run that the list shows."""
     matches = re.findall(r"^ ?(\S*version_\d+) +(\w+) +(\S+)", text, re.M)
     return {name: (state, rounds) for name, state, rounds in matches}
 

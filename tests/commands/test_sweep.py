@@ -68,7 +68,7 @@ def test_a_failed_trial_is_in_the_table_and_the_code(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_no_run_measures_is_an_error(tmp_path: Path) -> None:
-    """After the first trial: the others are not trained in vain."""
+    """It comes after the first trial: the others are not trained in vain."""
     path = file(tmp_path, metric={"name": "server/test/mae"}, parameters={"model": {"values": ["FedAvg", "FedSAM"]}})
     message = r"metric.name = server/test/mae: no run has measured it; choose from [^\n]*server/test/acc"
     with pytest.raises(SystemExit, match=message):

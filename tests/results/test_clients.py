@@ -61,7 +61,7 @@ def test_a_client_without_a_value_leaves_no_statistic() -> None:
 
 
 def test_the_table_of_the_last_round(tmp_path: Path) -> None:
-    """Of two measures in one round the columns go together; a line that a crash has cut short does not count."""
+    """The columns of two measures in one round go together; a line that a crash has cut short does not count."""
     assert read_clients(tmp_path) is None
     rows = ["5,0,30,0.5,1.5,,", "10,0,30,0.25,2.5,,", "10,7,20,,,,", "10,0,30,0.25,2.5,0.75,0.5", "11,0,30,0.5"]
     (tmp_path / FILE).write_text(HEAD + "\n".join(rows))
@@ -100,7 +100,7 @@ def test_sorted_and_by_samples() -> None:
 
 @pytest.mark.parametrize("skewed", [False, True])
 def test_figure(skewed: bool, tmp_path: Path) -> None:
-    """One panel where all clients are of one size, and nothing off the paper or too small to read."""
+    """There is one panel where all clients have one size; nothing is off the paper or too small to read."""
     draw = np.random.default_rng(0)
     sizes = (10 ** draw.uniform(0, 3, 40)).tolist() if skewed else [30.0] * 40
     tables = {name: [table(draw.uniform(size=40).tolist(), sizes) for _ in range(2)] for name in ("FedAvg", "FedSAM")}
@@ -117,7 +117,7 @@ def test_figure(skewed: bool, tmp_path: Path) -> None:
 
 
 def test_comparison(tmp_path: Path) -> None:
-    """Means of the measurements in the last rounds, with directions, as columns of a table of their own."""
+    """Means of the measurements in the last rounds, with directions, are columns of a table of their own."""
     folder = write(tmp_path / "run" / "version_0", {3: 0.5, 6: 0.7})
     names = ["server/clients/acc", "server/clients/acc_worst_decile", "server/clients/acc_std", "client/test/acc_gap"]
     head, *rows = (folder / "metrics.csv").read_text().splitlines()
@@ -140,7 +140,7 @@ def test_comparison(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["acc", "top_5", "mAP"])
 def test_a_metric_of_any_name_has_each_of_the_columns(name: str, tmp_path: Path) -> None:
-    """With an underscore in its name, the local models' values have been those of the global model in the CSV file."""
+    """The local models' values of a metric with an underscore are not those of the global model in the CSV file."""
     ends = {"": 0.6, "_weighted": 0.61, "_std": 0.02, "_worst_decile": 0.3, "_worst": 0.2}
     server = {f"server/clients/{name}{end}": value for end, value in ends.items()}
     local = {f"client/test/{name}{end}": value for end, value in {"": 0.7, "_worst_decile": 0.4, "_gap": 0.1}.items()}

@@ -41,7 +41,7 @@ def test_a_point_for_each_config_in_the_panel_of_each_setting() -> None:
 
 
 def test_configs_that_tell_nothing(tmp_path: Path) -> None:
-    """A report of configs that are all alike has no importances, and is written; so are runs without configs."""
+    """A report of configs with equal values has no importances, and is written; nor have runs without configs."""
     equal, bare = tmp_path / "alike", tmp_path / "bare"
     for i in range(5):
         configured(equal / f"r{i}", {6: 0.1}, lr=0.1 * (i + 1), momentum=0.1 * i, decay=0.01 * i)
@@ -55,7 +55,7 @@ def test_configs_that_tell_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Settings that all have, of configs without a diverged run; the report has them where more than two vary."""
+    """They take settings that all have, of configs without a diverged run; the report needs more than two that vary."""
     values = {(lr, rho, size): [lr + rho, lr] for lr in (0.1, 0.2) for rho in (0.1, 0.3) for size in (8, 16)}
     root = sweep(tmp_path / "runs", {**values, (9.0, 9.0, 9): [math.nan]})
     trials = tried(compare([root]))

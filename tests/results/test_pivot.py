@@ -16,7 +16,7 @@ from tests.runs import cli
 
 
 def sweep(root: Path, values: dict[tuple[float, float, int], list[float]]) -> Path:
-    """Runs by lr, rho and batch size, with the accuracies of their seeds."""
+    """Writes runs by lr, rho and batch size, with the accuracies of their seeds."""
     for i, ((lr, rho, batch), accuracies) in enumerate(values.items()):
         for seed, value in enumerate(accuracies):
             folder = configured(root / f"{i}_seed_{seed}" / "version_0", {6: value}, seed=seed, lr=lr)
@@ -29,7 +29,7 @@ def sweep(root: Path, values: dict[tuple[float, float, int], list[float]]) -> Pa
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A grid of two by two settings, of which one cell is missing and one has diverged with one of its seeds."""
+    """Writes a grid of two by two settings; one cell is missing, and one has diverged with one of its seeds."""
     values = {(0.1, 1e-2, 8): [0.5, 0.75], (0.1, 1e-1, 8): [0.5, math.nan], (10.0, 1e-2, 8): [0.25, 0.5]}
     return sweep(tmp_path / "runs", values)
 

@@ -89,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run_folders(root: Path) -> Path:
-    """Two configs, one with two seeds, and everything that a run folder may hold."""
+    """Writes two configs, one with two seeds, and everything that a run folder may hold."""
     one = configured(root / "FedAvg" / "version_0", {3: 0.5, 6: 0.5}, lambdas={3: 90.0, 6: 2.0})
     configured(root / "FedAvg" / "version_1", {3: 0.5, 6: 0.75}, seed=1, lambdas={3: 50.0, 6: 3.0})
     two = configured(root / "a <b> & c" / "version_0", {3: 0.8, 6: 0.9}, lr=0.2)
@@ -153,7 +153,7 @@ def test_each_spectrum_of_a_run_has_its_own_line(folder: Path) -> None:
 
 
 def test_runs_with_other_seeds_of_the_data_have_names_of_their_own(tmp_path: Path) -> None:
-    """Else one of two spectra, and its pictures, would stand in the place of the other's."""
+    """Otherwise one of two spectra, and its pictures, would stand in the place of the other's."""
     for seed in (0, 1):
         folder = configured(tmp_path / f"run_{seed}", {6: 0.5}, data_seed=seed)
         content = {"round": 6, "measurements": [measurement("lambda_1", 4.0, details={"eigenvalues": [1.0 + seed]})]}
@@ -167,7 +167,7 @@ def test_runs_with_other_seeds_of_the_data_have_names_of_their_own(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of the folder that `reported` names."""
+    """Writes the report of the folder that `reported` names."""
     out = tmp_path_factory.mktemp("report") / "out" / "report.html"
     out.parent.mkdir()
     cli("report", str(run_folders(reported(out))), "--target=0.6", "--last=1", f"--out={out.parent}")
@@ -258,7 +258,7 @@ def test_a_broken_file_is_named(name: str, folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a real run, as a folder and as a file; what went wrong is one line, and nothing is written."""
+    """It reports a real run, in a folder and in a file; what went wrong is one line, and nothing is written."""
     measured = "--trainer.callbacks.metrics=[LambdaMax, ClientEvaluation]"
     run("fit", "--trainer.callbacks+=FlatnessMonitor", measured, root=tmp_path / "runs")
     cli("report", str(tmp_path / "runs"), f"--out={tmp_path / 'mine.html'}", "--target=0.01", "--figures")

@@ -46,7 +46,7 @@ def test_targets_and_windows(tmp_path: Path) -> None:
 
 
 def test_metric_of_the_data(tmp_path: Path) -> None:
-    """What is evaluated beside the loss, whatever its name; or what is asked for."""
+    """It is what is evaluated beside the loss, whatever its name, or what is asked for."""
     folder = write(tmp_path / "run", {6: 0.4}, name="miou")
     assert summarise(folder).metric == "server/test/miou" and summarise(folder).mean == 0.4
     assert summarise(folder, metric="server/test/loss").mean == 1.0
@@ -66,7 +66,7 @@ def test_what_cannot_be_summarised(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_summary_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file, and the line on the terminal; the last ``eval_last`` rounds count."""
+    """The file and the line on the terminal have it; the last ``eval_last`` rounds count."""
     args = "--trainer.max_rounds=7 --trainer.eval_every=3 --trainer.eval_last=2 --trainer.enable_progress_bar=true"
     options = "--trainer.callbacks+=Results --trainer.callbacks.target=0.01"
     folder = run("fit", *args.split(), *options.split(), root=tmp_path)
@@ -109,7 +109,7 @@ def test_directions_of_another_form_are_one_line(tmp_path: Path) -> None:
 
 
 def test_one_headline_for_a_run(tmp_path: Path) -> None:
-    """The window of the config, without one of the summary, else of the run's length; at a round; of flatness."""
+    """Its window is the config's, else the summary's, else of the run's length; it may be at a round, or of flatness."""
     folder = write(tmp_path / "run", {t: t / 100 for t in range(1, 21)}, rounds=20, lambdas={10: 9.0, 20: 1.0})
     acc, lam = "server/test/acc", "flatness/lambda_max"
     assert headline(folder, acc) == pytest.approx(0.195) and headline(folder, lam) == 1.0
@@ -155,7 +155,7 @@ def test_what_is_not_finite_neither_raises_nor_wins(worst: float, mode: Mode, tm
 
 @pytest.mark.parametrize("cut", ["2,0.5,0.2e", "2,0.5,-", "2,", "2", "2,0.5,0.12"])
 def test_a_row_that_a_crash_has_cut_short_is_left_out(cut: str, tmp_path: Path) -> None:
-    """By every reader; the last number of 2,0.5,0.12 may have been 0.1234."""
+    """Every reader leaves it out; the last number of 2,0.5,0.12 may have been 0.1234."""
     log = CSVLogger()
     log.start(tmp_path, {}, 0, About("fit", "", (), 1))
     log.log_metrics({"a": 0.5, "server/test/acc": 0.1}, 1)

@@ -14,7 +14,7 @@ def verdict(*values: tuple[int, float], loss: list[tuple[int, float]] | None = N
 
 
 def test_the_last_value_is_compared_with_the_highest_since_the_loss_has_halved() -> None:
-    """Not with the first one, of an untrained net, and not with a higher one before."""
+    """The first one, of an untrained net, does not count, nor does a higher one before."""
     text = verdict((1, 9.0), (5, 0.8), (35, 5.25), (50, 5.0), (100, 1.3))
     assert text == "flatter, lambda_max 1.3 (round 100), from 5.25 (round 35)"
     assert "neither flatter nor sharper" in verdict((5, 1.0), (100, 1.0))

@@ -25,7 +25,7 @@ CLAIM = {"claim": "A is better than B", "paper": "Table 1", "methods": ["A", "B"
 
 
 def made(folder: Path, rows: Mapping[str, Sequence[float]], claim: Mapping[str, Any] = CLAIM, **suite: Any) -> Path:
-    """A file of one claim, and its store, with the accuracies of each method's seeds in a column."""
+    """Writes a file of one claim, and its store, with the accuracies of each method's seeds in a column."""
     with Store.edited(folder / "rows") as store:
         for name, accuracies in rows.items():
             for seed, acc in enumerate(accuracies):
@@ -46,13 +46,13 @@ def made(folder: Path, rows: Mapping[str, Sequence[float]], claim: Mapping[str, 
 
 
 def cells(file: Path) -> list[str]:
-    """The cells of the claim: verdict, claim, paper, difference, the columns, and what it rests on."""
+    """Returns the cells of the claim: verdict, claim, paper, difference, the columns, and what it rests on."""
     (row,) = (line for line in page(file)[0].splitlines() if "| A is better than B |" in line)
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 def apart(a: Sequence[float], n: int = 5) -> str:
-    """The difference of the first seeds to the base, by SciPy."""
+    """Returns the difference of the first seeds to the base, by SciPy."""
     test = ttest_rel(a[:n], BASE[:n])
     low, high = test.confidence_interval()
     mean = sum(x - y for x, y in zip(a[:n], BASE[:n], strict=True)) / n

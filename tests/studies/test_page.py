@@ -20,7 +20,7 @@ from tests.studies.test_store import DOCS
 
 
 def table(text: str) -> dict[str, list[str]]:
-    """The cells of a table by their first."""
+    """Returns the rows of a table by their first cell."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {cells[0]: cells for cells in lines}
 
@@ -73,7 +73,7 @@ def test_rows_of_two_configs_of_a_method_keep_its_name_and_every_torch_is_told(t
 
 
 def test_scores_are_the_mean_of_performance_profiles() -> None:
-    """In the first column 10, 20 and never; in the second 30, 15 and 60; in the third nobody reaches the target."""
+    """Costs are 10, 20 and never in one column, 30, 15 and 60 in the next; in the third nobody reaches the target."""
     never = [math.inf] * 3
     costs: dict[str, list[list[float]]] = {
         "A": [[10] * 3, [30] * 3, never],
@@ -87,7 +87,7 @@ def test_scores_are_the_mean_of_performance_profiles() -> None:
     }
     for name, values in profile.items():
         assert actual[name][0] == pytest.approx(statistics.fmean(values), abs=1e-3)
-        assert actual[name] == (actual[name][0],) * 3  # all seeds are alike
+        assert actual[name] == (actual[name][0],) * 3  # all seeds are equal
 
 
 def test_intervals_of_scores_are_those_of_the_seeds() -> None:

@@ -41,7 +41,7 @@ SEEDS = [(method, seed) for method in ("FedAvg", "FedSAM") for seed in (0, 1)]
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two methods with two seeds each, of six rounds, in ``runs``, and in a store, ``rows``."""
+    """Trains two methods with two seeds each, for six rounds, in ``runs``, and adds them to a store, ``rows``."""
     root = tmp_path_factory.mktemp("study")
     args = [*DIGITS, "--trainer.max_rounds=6", "--trainer.eval_every=3", "--seeds=0,1"]
     for model, more in (("FedAvg", []), ("FedSAM", [MEASURE])):
@@ -55,7 +55,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(study: Path, tmp_path: Path) -> Path:
-    """The store, to be changed."""
+    """Returns a copy of the store, to be changed."""
     return Path(shutil.copytree(study / "rows", tmp_path / "rows"))
 
 
@@ -87,7 +87,7 @@ def test_a_row_is_its_run_again_without_checkpoints_and_machine(study: Path, tmp
 
 @pytest.mark.slow
 def test_bytes_of_a_store_are_those_of_its_rows(study: Path, tmp_path: Path) -> None:
-    """Whether rows are added together, one by one, or twice."""
+    """It does not matter whether rows are added together, one by one, or twice."""
     for method, seed in [*SEEDS, SEEDS[0], SEEDS[-1]]:
         store = Store(tmp_path / "rows")
         (line,) = Store(study / "rows").matching(f"{method}/seed_{seed}")
@@ -102,7 +102,7 @@ def test_bytes_of_a_store_are_those_of_its_rows(study: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Path, tmp_path: Path) -> None:
-    """As when two branches have added rows; a row with other weights is refused."""
+    """Two branches may have added rows; a row with other weights is refused."""
     store = Store(copy)
     store.lines[1]["about"]["checks"] = [{"same": True, "date": "2026-01-03"}]
     store.write()
@@ -122,7 +122,7 @@ def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Pa
 
 @pytest.mark.slow
 def test_a_removed_row_takes_nothing_from_the_others(study: Path, copy: Path) -> None:
-    """Not the first one either, whose config is the base of all."""
+    """Nor does the first one, whose config is the base of all."""
     original = Store(study / "rows")
     for method, seed in SEEDS[:-1]:
         cli("study", "remove", str(copy / method / f"seed_{seed}"))
@@ -162,7 +162,7 @@ def test_all_metrics_are_one_table_for_any_program(study: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_compare_as_their_runs_do(study: Path) -> None:
-    """Also in what is logged each round, and by a part of their names or a pattern."""
+    """They also do in what is logged each round, and by a part of their names or a pattern."""
     for metric in (None, "client/train/loss"):
         ours, theirs = (compare(study / name, metric=metric) for name in ("rows", "runs"))
         assert [group.runs for group in ours] == [group.runs for group in theirs]
@@ -220,7 +220,7 @@ def test_a_store_is_whole_when_a_process_is_killed_between_its_two_files(tmp_pat
 
 @pytest.mark.parametrize("text", ["a.b: 1\n", "5: 0.1\n", "x: .nan\n", "x: 1e-5  # by hand\n", "x: 2020-01-01\n"])
 def test_a_row_keeps_every_byte_of_any_files(text: str, tmp_path: Path) -> None:
-    """Keys with dots, numbers as keys, what JSON lacks, other orders of columns, and columns that are new or empty."""
+    """There are keys with dots, numbers as keys, what JSON lacks, and columns in other orders, new or empty."""
     metrics = ["round,a\r\n1,0.5\r\n", "round,b,a\r\n1,,-inf\r\n2,3,\r\n", "a,c,round\n1,,2\n"]
     files = {
         f"m/seed_{i}": {
@@ -266,7 +266,7 @@ def test_a_row_trained_again_is_equal_to_the_bit(
 
 @pytest.mark.slow
 def test_a_row_is_compared_as_far_as_it_was_trained_again(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a long one is within some minutes."""
+    """A long one is so within some minutes."""
     cli("study", "check", str(copy / "FedSAM" / "seed_0"), "--trainer.max_rounds=3")
     assert "equal to the bit in its first 3 rounds" in capsys.readouterr().out.replace("\n", " ")
     (check,) = about(copy, "FedSAM/seed_0")["checks"]
@@ -286,7 +286,7 @@ def test_a_row_of_personal_models_trained_again(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_row_knows_whether_small_values_are_good(tmp_path: Path) -> None:
-    """Which the name of the metric does not tell."""
+    """The name of the metric does not tell it."""
     folder = train("fit", "--model.metrics=[HammingDistance]", root=tmp_path / "runs")
     cli("study", "add", str(folder), f"--into={tmp_path / 'rows'}")
     (row,) = [path.parent for path in located(tmp_path / "rows")[0].rglob("row.json")]
@@ -401,7 +401,7 @@ def test_damaged_stores_are_a_line(name: str, copy: Path) -> None:
 
 
 def test_two_rows_of_one_name_are_a_line(copy: Path) -> None:
-    """As a merge of two branches may leave them; to compare the last one alone would hide the other."""
+    """A merge of two branches may leave them; to compare the last one alone would hide the other."""
     store = Store(copy)
     store.lines[1]["row"] = name = store.lines[0]["row"]
     store.write()
@@ -453,7 +453,7 @@ def test_rows_with_brackets_in_their_names_are_found(tmp_path: Path) -> None:
 
 
 def test_a_setting_absent_and_at_its_default_is_one(copy: Path) -> None:
-    """As rows of before a setting and of after it are; `SINCE` has the default of each that is not null."""
+    """Rows from before a setting and from after it differ so; `SINCE` has the default of each that is not null."""
     before = len(compare(copy))
     store = Store(copy)
     files = store.files(store.lines[0])
@@ -469,7 +469,7 @@ def test_a_setting_absent_and_at_its_default_is_one(copy: Path) -> None:
 
 
 def test_settings_that_rows_of_the_ledger_lack_are_at_defaults_that_are_known() -> None:
-    """One that a class has got since with another default than null is to be in `SINCE`."""
+    """A setting that a class has got since, with another default than null, must be in `SINCE`."""
 
     def parts(value: Any) -> Iterator[dict[str, Any]]:
         for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -497,7 +497,7 @@ def test_page_of_claims_is_that_of_the_ledger() -> None:
 
 
 def test_rows_say_whether_they_are_thinned(study: Path) -> None:
-    """Rows of before stores were kept with their evaluated rounds alone."""
+    """Rows of earlier stores have their evaluated rounds alone."""
     assert all(line["thinned"] for line in Store(LEDGER / "agnews").lines)
     assert not any("thinned" in line for line in Store(study / "rows").lines)
 

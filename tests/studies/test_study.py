@@ -42,7 +42,7 @@ STUDY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The study, in ``small``, and its store, ``rows``; FedSAM was trained first."""
+    """Runs the study in ``small``, with its store, ``rows``; FedSAM is trained first."""
     root = tmp_path_factory.mktemp("study")
     extract({"small/about.yaml": yaml.safe_dump(STUDY)}, root)
     run(root, "--methods=FedSAM")
@@ -55,7 +55,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(ran: Path, tmp_path: Path) -> Path:
-    """Both, to be changed."""
+    """Returns a copy of both, to be changed."""
     return Path(shutil.copytree(ran, tmp_path / "copy"))
 
 
@@ -127,7 +127,7 @@ def rate(settings: dict[str, str]) -> float | None:
 
 
 def test_the_median_over_seeds_decides_and_ties_go_to_the_published_settings(tmp_path: Path) -> None:
-    """Of three seeds; a run that has diverged is worse than any other."""
+    """There are three seeds; a run that has diverged is worse than any other."""
     values: dict[str, list[float | None]] = {
         "a": [0.9, 0.9, 0.1],
         "b": [0.8, 0.8, 0.8],
@@ -175,7 +175,7 @@ def test_a_mistake_is_no_divergence_and_a_method_without_settings_can_be_tuned_a
 
 
 def made(folder: Path, acc: float | None) -> Path | None:
-    """A run folder with two evaluations."""
+    """Writes a run folder with two evaluations."""
     if acc is None:
         return None
     extract({"metrics.csv": f"round,server/val/acc\n1,{acc}\n2,{acc}\n"}, folder)
@@ -204,7 +204,7 @@ def test_too_few_draws_are_refused(copy: Path) -> None:
 
 @pytest.mark.slow
 def test_a_removed_row_comes_back_with_the_settings_of_the_others(copy: Path) -> None:
-    """With the best draw of ``tuning.csv``, or those of the method's other rows; and the second-best as runner-up."""
+    """They are ``tuning.csv``'s best, or those of the method's other rows; the runner-up has the second-best."""
     original = Store(copy / "rows").lines
     cli("study", "remove", str(copy / "rows/alpha_1/FedSAM/seed_3"))
     run(copy, "--methods=FedSAM")
@@ -231,7 +231,7 @@ def test_rows_of_other_rules_are_another_suite(copy: Path) -> None:
 
 @pytest.mark.slow
 def test_an_added_row_has_the_suite_that_it_follows(copy: Path) -> None:
-    """As one that ``fit`` has trained with the study's arguments; another rate, length or seed is not the study's."""
+    """``fit`` has trained it with the study's arguments; another rate, length or seed is not the study's."""
     row = "alpha_1/FedAvg/seed_3"
     (line,) = Store(copy / "rows").matching(row)
     best = chosen([draw for draw in tried(copy) if draw["method"] == "FedAvg"])
@@ -254,7 +254,7 @@ def test_an_added_row_has_the_suite_that_it_follows(copy: Path) -> None:
 def test_new_rows_follow_the_rules_and_leave_the_others_alone(
     ran: Path, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a pull request with a row is asked for."""
+    """This is what a pull request with a row is asked for."""
     before = Path(shutil.copytree(copy / "rows", copy / "before"))
     cli("study", "remove", str(before / "alpha_1/FedSAM/seed_3"))
     args = ["study", "check", str(copy / "rows"), f"--beyond={before}", "--count=2"]

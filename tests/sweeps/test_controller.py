@@ -152,14 +152,14 @@ def test_damaged_sizes_of_batches_are_one_line(text: str, what: str, tmp_path: P
 
 @pytest.mark.parametrize(("before", "after"), [(1, 9), (9, 1)])
 def test_bayes_follows_the_jobs_and_resumes_with_others(before: int, after: int, tmp_path: Path) -> None:
-    """As many settings at a time as there are processes, at least 4; a sweep that goes on proposes what it did."""
+    """It proposes as many settings as there are processes, at least 4; a sweep that goes on proposes the same ones."""
     pytest.importorskip("optuna")
     uniform: dict[str, Any] = {
         "method": "bayes", "run_cap": 20, "parameters": {"model.rho": {"min": 0.0, "max": 1.0}},
     }  # fmt: skip
 
     def names(jobs: int, batches: int) -> list[list[str]]:
-        """The trials proposed at a time; they finish without being trained."""
+        """Returns the trials proposed at a time; they finish without being trained."""
         sweep, proposals = controller(tmp_path, [], **uniform), list[list[str]]()
         (tmp_path / "out").mkdir(exist_ok=True)
         propose = sweep.search.propose

@@ -125,7 +125,7 @@ def decided(folder: Path) -> dict[str, list[float]]:
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 def test_kills_change_no_decision(engine: str, jobs: int, tmp_path: Path) -> None:
-    """A process is killed at a bracket, before and after the decision, and between them; also the sweep's own one."""
+    """A process is killed at a bracket, before and after the decision, and between brackets; so is the sweep's own."""
     sweep(tmp_path / "whole", partial(build, engine="sequential"), 1)
     expected = decided(tmp_path / "whole")
     assert len({len(values) for values in expected.values()}) > 1, "some end early"

@@ -144,7 +144,7 @@ def test_each_measure_is_taken_once_and_by_the_papers_definition() -> None:
 
 
 def finished(folder: Path, accuracy: dict[int, float], units: int = 2) -> Path:
-    """A run of 6 rounds that has ended."""
+    """Writes a run of 6 rounds that has ended."""
     (write(folder, accuracy, units=units) / "summary.json").write_text("{}")
     return folder
 
@@ -221,7 +221,7 @@ def test_arguments_of_the_runs() -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Task, list[Outcome]]:
-    """Two runs of 20 rounds with evaluations of 0.01 t and 0.02 t, and one that broke off."""
+    """Writes two runs of 20 rounds with evaluations of 0.01 t and 0.02 t, and one that broke off."""
     (task,), _ = tasks(select("fedgloss", "6", ["FedGloSS+SAM"], ["CIFAR10", "alpha=0"]))
     outcomes = []
     for seed in (1, 2):

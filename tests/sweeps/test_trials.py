@@ -56,7 +56,7 @@ def trial(rho: float, seed: int = 0) -> Trial:
 
 @pytest.fixture
 def one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the clock says."""
+    """Makes trials one program, whatever the clock says."""
     monkeypatch.setattr("fl_lightning.trainer.parallel_runs.pays", lambda runs: True)
 
 
@@ -124,7 +124,7 @@ def test_a_mistake_in_the_first_round_is_that_of_each_trial(tmp_path: Path) -> N
 
 
 def test_a_trial_takes_one_process(tmp_path: Path) -> None:
-    """Others would wait for it without an end."""
+    """Others would wait for it forever."""
     (outcome,) = run_trials([trial(0.1)], tmp_path, partial(build, devices=2, strategy="ddp"))
     assert str(outcome.error).startswith("trainer.devices: 2 processes; each of several runs is trained by one")
 
@@ -157,7 +157,7 @@ def test_trials_are_one_program_only_if_they_differ_in_numbers() -> None:
 @pytest.mark.parametrize("engine", ["batched", "graphed"])
 @pytest.mark.usefixtures("one_program")
 def test_those_that_end_early_leave_the_others_to_the_bit(engine: str, tmp_path: Path) -> None:
-    """Three brackets; of three trials one goes on. The others are compared with the same program without a rule."""
+    """Of three trials one goes on after the first bracket. All are compared with the same program without a rule."""
     candidates = [trial(rho) for rho in (0.01, 0.5, 0.9)]
     rule = Hyperband("hyperband", min_iter=2)
     early = partial(StopEarly, rule, "server/test/acc", -1, tmp_path / "early", candidates)
@@ -273,13 +273,13 @@ START = multiprocessing.get_context("fork" if FORKS else "spawn")
 
 @pytest.fixture
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For processes of a sweep, too, which begin anew."""
+    """Starts the processes of a sweep in the same way; they begin anew otherwise."""
     stub = SimpleNamespace(get_context=lambda _: START, parent_process=multiprocessing.parent_process)
     monkeypatch.setattr(workers, "multiprocessing", stub)
 
 
 def build_killed(current: Trial, folder: Path) -> Built:
-    """Its process is killed once, in the run with rho 0.1; at every start in that with rho 0.3."""
+    """Builds a run whose process is killed once with rho 0.1, and at every start with rho 0.3."""
     callbacks: list[Callback] = [Checkpoints(every_n_rounds=2)]
     for rho, times, round in ((0.1, 1, 5), (0.3, 99, 1)):
         file = folder.parent / f"kills_{rho}"
@@ -292,7 +292,7 @@ def build_killed(current: Trial, folder: Path) -> Built:
 
 @pytest.mark.long
 def test_a_process_begins_anew(tmp_path: Path) -> None:
-    """With what is pickled, and nothing else of the process that starts it."""
+    """It gets what is pickled, and nothing else of the process that starts it."""
     train = partial(trials._train, tmp_path, build, True, None)
     [(group, outcomes)] = workers.train_in_processes(train, deque([Group([trial(0.1)], set())]), 1, tmp_path / "log")
     assert [(outcome.trial, outcome.error) for outcome in outcomes or ()] == [(trial(0.1), None)]

@@ -62,7 +62,7 @@ class Server:
     exits: dict[str, int] = field(default_factory=dict)
 
     def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """Data for a GraphQL operation."""
+        """Returns the data for a GraphQL operation."""
         self.asked.append(operation)
         match operation:
             case "Viewer":
@@ -103,7 +103,7 @@ class Server:
         return {}
 
     def command(self) -> dict[str, Any]:
-        """The agent's next command."""
+        """Returns the agent's next command."""
         if not self.trials:
             return {"type": "exit"}
         args = {name: {"value": value} for name, value in self.trials.pop(0).items()}
@@ -159,7 +159,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(*trials: dict[str, Any]) -> Iterator[Server]:
-    """A server for one sweep with these trials."""
+    """Runs a server for one sweep with these trials."""
     state = Server([*trials])
     with HTTPServer(("127.0.0.1", 0), partial(Handler, state)) as server:
         state.url = f"http://127.0.0.1:{server.server_port}"
