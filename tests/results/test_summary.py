@@ -109,7 +109,7 @@ def test_directions_of_another_form_are_one_line(tmp_path: Path) -> None:
 
 
 def test_one_headline_for_a_run(tmp_path: Path) -> None:
-    """Its window is the config's, else the summary's, else of the run's length; it may be at a round, or of flatness."""
+    """The config sets its window, else the summary, else the run's length; there is one at a round, and of flatness."""
     folder = write(tmp_path / "run", {t: t / 100 for t in range(1, 21)}, rounds=20, lambdas={10: 9.0, 20: 1.0})
     acc, lam = "server/test/acc", "flatness/lambda_max"
     assert headline(folder, acc) == pytest.approx(0.195) and headline(folder, lam) == 1.0
