@@ -42,19 +42,19 @@ print(json.dumps([wrong, sorted(name for name in {*sys.modules} - before if name
 
 
 def classes() -> dict[str, list[str]]:
-    """The arguments that name each class that a config can name."""
+    """Returns the arguments that name each class that a config can name."""
     exported = [getattr(fl_lightning, name) for name in fl_lightning.__all__]
-    found: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {}
     for kind in [*exported, *Schedule.__subclasses__()]:
         named = isinstance(kind, type) and issubclass(kind, Checked) and "." in kind.__module__
         if named and not inspect.isabstract(kind) and kind.config_key not in ("{}", "trainer"):
-            found[kind.__name__] = [IN_LISTS.get(kind.config_key, f"--{kind.config_key}={{}}").format(kind.__name__)]
-    return {name: ["--trainer.faults=Faults", *args] if "faults." in args[0] else args for name, args in found.items()}
+            flags[kind.__name__] = [IN_LISTS.get(kind.config_key, f"--{kind.config_key}={{}}").format(kind.__name__)]
+    return {name: ["--trainer.faults=Faults", *args] if "faults." in args[0] else args for name, args in flags.items()}
 
 
 @pytest.mark.long
 def test_every_class_by_its_bare_name(tmp_path: Path) -> None:
-    """A name that no import has made known is an error of the parser; a lack of arguments is none of the name."""
+    """A name that no import has made known is an error of the parser; missing arguments are no error of the name."""
     named = classes()
     assert {"AdaptivePrivacy", "GaussianPrivacy", "Cosine", "LoRA", "WandbLogger", "Updates", "FromFile"} <= {*named}
     assert len(named) > 100

@@ -68,8 +68,8 @@ def test_neither_torch_nor_lightning_is_imported(args: str, tmp_path: Path) -> N
 
 def test_a_function_is_a_subcommand() -> None:
     folder = Path(fl_lightning.__file__).parent / "commands"
-    own = {path.stem for path in folder.glob("*.py") if "\ndef run(" in path.read_text()}
-    assert set(COMMANDS) == own | {*PLACES} and all(callable(function_of(name)) for name in COMMANDS)
+    modules = {path.stem for path in folder.glob("*.py") if "\ndef run(" in path.read_text()}
+    assert set(COMMANDS) == modules | {*PLACES} and all(callable(function_of(name)) for name in COMMANDS)
     assert {"fit", "centralized", "validate", "test", "plan", "data", "compare", "list", "export"} <= set(COMMANDS)
 
 
@@ -101,24 +101,24 @@ def import_without_resource() -> None:
     ],
 )
 def test_completion(line: str, offers: list[str], tmp_path: Path) -> None:
-    """As bash asks for it: the line in the environment, the answer in file 8; neither torch nor Lightning is there."""
+    """Bash puts the line into the environment, and reads file 8; neither torch nor Lightning is there."""
     for name in ("torch", "lightning"):
         (tmp_path / f"{name}.py").write_text("raise ImportError")
     (tmp_path / "fl_lightnings").mkdir()
-    asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " "}
+    completion = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " "}
     shell = 'exec 9>/dev/null; "$0" -m fl_lightning 8>&1 >/dev/null'
     command = ["bash", "-c", shell, sys.executable]
-    done = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.split() == offers
+    completed = subprocess.run(command, env=os.environ | completion, capture_output=True, text=True, cwd=tmp_path)
+    assert completed.stdout.split() == offers
 
 
 def test_a_python_without_the_packages_is_told_so(tmp_path: Path) -> None:
-    """Without site-packages, as the Python of a system has none of them."""
+    """It runs without site-packages, as the Python of a system has none of them."""
     program = Path(fl_lightning.__file__).parents[1] / "cli.py"
     command = [sys.executable, "-S", "-E", program, "fit", "--config=quickstart"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1
-    assert re.fullmatch(r"error: \w+ is not installed for \S+; see Install in README.md\n", done.stderr)
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert completed.returncode == 1
+    assert re.fullmatch(r"error: \w+ is not installed for \S+; see Install in README.md\n", completed.stderr)
 
 
 def test_no_module_of_one_system_alone() -> None:
@@ -264,10 +264,10 @@ def test_export(done: Path, tmp_path: Path) -> None:
 
 
 def test_export_replaces_nothing_but_exports(done: Path, tmp_path: Path) -> None:
-    last_ckpt, own = done / "checkpoints" / "last.ckpt", tmp_path / "own.py"
-    own.write_text("a day's work\n")
+    last_ckpt, script = done / "checkpoints" / "last.ckpt", tmp_path / "own.py"
+    script.write_text("a day's work\n")
     torch.save({"net": {"w": torch.zeros(1)}}, tmp_path / "other.pt")
-    kept = [last_ckpt, done / "metrics.csv", done / "config.yaml", own, tmp_path / "other.pt"]
+    kept = [last_ckpt, done / "metrics.csv", done / "config.yaml", script, tmp_path / "other.pt"]
     before = [path.read_bytes() for path in kept]
     lines = {**dict.fromkeys(kept, "a file that no"), done: "a folder", Path("/proc/x/net.pt"): "cannot create"}
     for out, line in lines.items():
@@ -317,7 +317,7 @@ def test_no_net_where_there_is_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("args", "expected"),
     [
         ([], False),
         (["--same-directions"], True),
@@ -329,8 +329,8 @@ def test_no_net_where_there_is_no_run(tmp_path: Path) -> None:
         (["--same-directions", "false"], False),
     ],
 )
-def test_spellings_of_a_boolean_option(given: list[str], expected: bool) -> None:
+def test_spellings_of_a_boolean_option(args: list[str], expected: bool) -> None:
     parsed = FederatedCLI(
-        "landscape", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits", "--ckpt_path=last", *given
+        "landscape", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits", "--ckpt_path=last", *args
     )
     assert parsed.config.same_directions is expected

@@ -29,7 +29,7 @@ def test_a_file_of_the_working_folder_comes_first(tmp_path: Path, monkeypatch: p
 
 
 def test_a_folder_does_not_hide_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that which ``init quickstart`` makes; one of another name is called a folder."""
+    """``init quickstart`` makes such a folder; one of another name is called a folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart", "mine"):
         (tmp_path / name).mkdir()

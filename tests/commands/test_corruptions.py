@@ -26,7 +26,7 @@ Y = RNG.permutation(np.repeat(np.arange(3), 4))
 
 
 def written(folder: Path) -> Path:
-    """Files in the official layout: image i of corruption c at severity s is grey of value 10 c + s."""
+    """Writes files in the official layout: image i of corruption c at severity s is grey of value 10 c + s."""
     folder.mkdir(exist_ok=True)
     np.save(folder / "labels.npy", np.tile(Y, 5).astype(np.uint8))
     for c, name in enumerate(CORRUPTIONS):
@@ -100,7 +100,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def batch_norm_net() -> nn.Module:
-    """A net whose running statistics change its predictions."""
+    """Returns a net whose running statistics change its predictions."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8, momentum=0.5), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
         nn.Linear(32, 3),
@@ -110,7 +110,7 @@ def batch_norm_net() -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_clean_row_is_the_number_of_test(tmp_path: Path, policy: Any) -> None:
-    """Also with running statistics, which are no parameters; fog is here the test set itself."""
+    """It is so with running statistics, too, which are no parameters; each corruption is the test set itself."""
     x = np.clip(40 * np.arange(3)[np.arange(90) % 3, None, None, None] + RNG.integers(60, 140, (90, 32, 32, 3)), 0, 255)
     path, y = tmp_path / "cifar.npz", np.arange(90) % 3
     x = x.astype(np.uint8)
@@ -134,17 +134,17 @@ def test_clean_row_is_the_number_of_test(tmp_path: Path, policy: Any) -> None:
         torch.manual_seed(0)
         return FedAvg(net=batch_norm_net(), buffers=policy)
 
-    want = trainer.test(model(), data, str(last))["server/test/acc"]
+    expected = trainer.test(model(), data, str(last))["server/test/acc"]
     evaluated = model()
     rows = run(trainer, evaluated, data, str(folder), str(last))
-    assert rows[0] == ("clean", 0, want)
-    assert len(rows) == 96 and {row.acc for row in rows} == {want}
-    assert want > 0.5
+    assert rows[0] == ("clean", 0, expected)
+    assert len(rows) == 96 and {row.acc for row in rows} == {expected}
+    assert expected > 0.5
     fresh = batch_norm_net()
     fresh.load_state_dict({**fresh.state_dict(), **dict(evaluated.net.named_parameters())})
     with torch.no_grad():
         predicted = torch.cat([fresh.eval()(x).argmax(1) == y for x, y in data.eval_batches("test")])
-    assert float(predicted.double().mean()) < want  # the initial statistics give another number
+    assert float(predicted.double().mean()) < expected  # the initial statistics give another number
 
 
 @pytest.mark.slow

@@ -24,13 +24,13 @@ def test_the_index_is_that_of_the_code() -> None:
     # in a process of its own, since a help lists classes in the order in which they are imported
     command = [sys.executable, "-m", "tests.command_index", "--print"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]).stdout
-    made, kept = json.loads(printed), json.loads(FILE.read_text(encoding="utf-8"))
-    if made["made with"] != kept["made with"]:  # a help shows types as Python and jsonargparse write them
-        for found in (made, kept):
-            del found["made with"], found["texts"]
-            for command in found["commands"].values():
-                del command["help"]
-    assert made == kept, "index.json is out of date: run `make renew`"
+    current, stored = json.loads(printed), json.loads(FILE.read_text(encoding="utf-8"))
+    if current["made with"] != stored["made with"]:  # a help shows types as Python and jsonargparse write them
+        for content in (current, stored):
+            del content["made with"], content["texts"]
+            for entry in content["commands"].values():
+                del entry["help"]
+    assert current == stored, "index.json is out of date: run `make renew`"
 
 
 def test_help_has_every_option() -> None:
@@ -99,8 +99,8 @@ mine.yaml
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
     args = ["fit", *shlex.split(slip)]
-    found = line_of(check_early, *args)
-    assert found is not None and found == line_of(FederatedCLI, *args)
+    line = line_of(check_early, *args)
+    assert line is not None and line == line_of(FederatedCLI, *args)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_a_wrong_name_is_refused_in_the_same_words(slip: str) -> None:
 def test_a_config_that_is_no_yaml_is_refused_in_the_same_words(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
     args = ["fit", f"--config={tmp_path / 'a.yaml'}"]
-    found = line_of(check_early, *args)
-    assert found is not None and found == line_of(FederatedCLI, *args)
+    line = line_of(check_early, *args)
+    assert line is not None and line == line_of(FederatedCLI, *args)
 
 
 @pytest.mark.parametrize(
@@ -147,15 +147,15 @@ def test_a_config_that_is_no_yaml_is_refused_in_the_same_words(text: str, tmp_pa
 )
 def test_the_common_slips_get_the_right_key(slip: str, meant: str) -> None:
     config = [] if "ckpt" in slip else ["--config=quickstart"]
-    found = line_of(check_early, "fit", *config, *shlex.split(slip))
-    assert found is not None and meant in found
+    line = line_of(check_early, "fit", *config, *shlex.split(slip))
+    assert line is not None and meant in line
 
 
 @pytest.mark.parametrize(("slip", "kind"), [("path=a.npz", "Arrays"), ("num_clients=5", ""), ("partition.alpha=5", "")])
 def test_a_setting_of_the_data_before_their_class(slip: str, kind: str) -> None:
     """The line names what was given, and what goes before it."""
-    found = line_of(FederatedCLI, "fit", "--model=FedAvg", "--model.net=DigitsMLP", f"--data.{slip}", "--data=Digits")
-    assert found is not None and f"data.{slip.replace('=', ' = ')}: give its class first: --data {kind}" in found
+    line = line_of(FederatedCLI, "fit", "--model=FedAvg", "--model.net=DigitsMLP", f"--data.{slip}", "--data=Digits")
+    assert line is not None and f"data.{slip.replace('=', ' = ')}: give its class first: --data {kind}" in line
 
 
 @pytest.mark.sampled(quick=3)
@@ -206,18 +206,18 @@ def test_a_setting_of_the_data_before_their_class(slip: str, kind: str) -> None:
     ],
 )
 def test_slips_that_only_the_parser_sees(slip: str, meant: str) -> None:
-    found = line_of(FederatedCLI, "fit", "--config=quickstart", *shlex.split(slip))
-    assert found is not None and meant in found
-    assert "+=a,b" not in found
+    line = line_of(FederatedCLI, "fit", "--config=quickstart", *shlex.split(slip))
+    assert line is not None and meant in line
+    assert "+=a,b" not in line
 
 
 def test_lists_of_a_subcommand_need_no_brackets() -> None:
-    given = ["--clients", "2,5", "--splits=train,test", "--labels", "[A]", "--compare", "a"]
-    config = FederatedCLI("landscape", "--config=quickstart", "--ckpt_path=x", *given).config
+    args = ["--clients", "2,5", "--splits=train,test", "--labels", "[A]", "--compare", "a"]
+    config = FederatedCLI("landscape", "--config=quickstart", "--ckpt_path=x", *args).config
     assert config.clients == [2, 5] and config.splits == ["train", "test"]
     assert config.labels == ["A"] and config.compare == ["a"]
     config = FederatedCLI("flatness", "--config=quickstart", "--ckpt_path=x", "--metrics", "LambdaMax,LPF").config
-    assert [each.class_path for each in config.metrics] == ["fl_lightning.LambdaMax", "fl_lightning.LPF"]
+    assert [metric.class_path for metric in config.metrics] == ["fl_lightning.LambdaMax", "fl_lightning.LPF"]
     assert FederatedCLI("flatness", "--config=quickstart", "--ckpt_path=x", "--metrics", "null").config.metrics is None
 
 
@@ -256,33 +256,33 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.ckpt").write_bytes(b"x")
     (tmp_path / "half.yaml").write_text("model: {rho: 0.1")
-    found = line_of(check_early, "flatness", "--ckpt_path", "mine.ckpt")
-    assert found == "ckpt_path = mine.ckpt: no config.yaml of its run lies above it; give --config"
+    message = line_of(check_early, "flatness", "--ckpt_path", "mine.ckpt")
+    assert message == "ckpt_path = mine.ckpt: no config.yaml of its run lies above it; give --config"
     with pytest.raises(ArgumentsError) as error:
         FederatedCLI("fit", "--config=half.yaml")
     line = explain(error.value, ["half.yaml"])
     assert line is not None and "line 1, column" in line and "string" not in line
     (tmp_path / "mine.py").touch()  # read as YAML, an empty file is null
     for key in ("model.net", "trainer.callbacks"):
-        found = line_of(FederatedCLI, "fit", "--config=quickstart", f"--{key}=mine.py")
-        assert found == f"{key} = mine.py: no dotted path of a class; give one, such as mine.CLASS"
-    given = FederatedCLI("fit", "--config=quickstart", "--model.init_weights=mine.py")  # a setting that is no class
-    assert given.config.model.init_args.init_weights == "mine.py"
+        message = line_of(FederatedCLI, "fit", "--config=quickstart", f"--{key}=mine.py")
+        assert message == f"{key} = mine.py: no dotted path of a class; give one, such as mine.CLASS"
+    parsed = FederatedCLI("fit", "--config=quickstart", "--model.init_weights=mine.py")  # a setting that is no class
+    assert parsed.config.model.init_args.init_weights == "mine.py"
     (tmp_path / "run/checkpoints").mkdir(parents=True)
-    found = line_of(check_early, "interpolate", "run", "run")
-    assert found is not None and found.endswith("give a checkpoint file, 'last' or 'best'")
+    message = line_of(check_early, "interpolate", "run", "run")
+    assert message is not None and message.endswith("give a checkpoint file, 'last' or 'best'")
 
 
 def test_a_key_of_a_file_is_named_in_full(tmp_path: Path) -> None:
     net = "{class_path: DigitsMLP, init_args: {hidden: [1]}}"
     (tmp_path / "a.yaml").write_text(f"model: {{class_path: FedAvg, init_args: {{net: {net}}}}}\ndata: Digits\n")
-    found = line_of(FederatedCLI, "fit", f"--config={tmp_path / 'a.yaml'}")
-    assert found == "model.net.hidden = [1]: expected a whole number"
+    line = line_of(FederatedCLI, "fit", f"--config={tmp_path / 'a.yaml'}")
+    assert line == "model.net.hidden = [1]: expected a whole number"
 
 
 def test_config_after_settings() -> None:
-    found = line_of(FederatedCLI, "fit", "--data.partition.alpha=0.1", "--config=quickstart")
-    assert found is not None and "--config, if there is one, goes first" in found
+    line = line_of(FederatedCLI, "fit", "--data.partition.alpha=0.1", "--config=quickstart")
+    assert line is not None and "--config, if there is one, goes first" in line
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if index()["commands"][name]["complete"]])

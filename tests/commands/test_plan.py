@@ -58,17 +58,17 @@ def digits() -> Digits:
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, NaiveFedGloSS])
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_bits_are_those_that_fit_logs(algorithm: type[LocalObjective], precision: str, tmp_path: Path) -> None:
-    """Cohorts of random size, more rounds than are measured, and an algorithm of two phases."""
+    """There are cohorts of random size, more rounds than are measured, and an algorithm of two phases."""
     options: dict[str, Any] = {
         "sampler": BernoulliSampler(0.4),
         "max_rounds": 25,
         "precision": precision,
         "eval_every": 25,
     }
-    made = plan(trainer(tmp_path, **options), algorithm(DigitsMLP(hidden=4)), digits(), devices=2)
-    assert made.measured < 25
+    prediction = plan(trainer(tmp_path, **options), algorithm(DigitsMLP(hidden=4)), digits(), devices=2)
+    assert prediction.measured < 25
     run = trainer(tmp_path, **options).fit(algorithm(DigitsMLP(hidden=4)), digits())
-    assert made.bits == run.metrics["comm/total_bits"]
+    assert prediction.bits == run.metrics["comm/total_bits"]
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -110,49 +110,52 @@ class Seen(Callback):
 @pytest.mark.sampled(quick=6, slow=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_measures_the_run_that_is_planned(kind: str, tmp_path: Path) -> None:
-    """Its rule, faults and privacy, and thus its bits; a cohort may be empty."""
+    """It has the run's rule, faults and privacy, and thus its bits; a cohort may be empty."""
     options = {"max_rounds": 40, "eval_every": 40, **KINDS[kind]}
     Seen.found.clear()
     mine, algorithm = trainer(tmp_path, **options, callbacks=[Seen()]), NaiveFedGloSS if kind == "faults" else FedAvg
-    made = plan(mine, algorithm(DigitsMLP(hidden=4), weighting="uniform"), digits())
+    prediction = plan(mine, algorithm(DigitsMLP(hidden=4), weighting="uniform"), digits())
     run = mine.fit(algorithm(DigitsMLP(hidden=4), weighting="uniform"), digits())
     (planned, metrics), (trained, _) = Seen.found
     assert planned == trained
     assert metrics.keys() >= run.metrics.keys() - {"client/train/loss"}
-    assert made.measured < mine.max_rounds
-    assert made.bits == run.metrics["comm/total_bits"]
-    assert made.parts["local training"][1] > 0
+    assert prediction.measured < mine.max_rounds
+    assert prediction.bits == run.metrics["comm/total_bits"]
+    assert prediction.parts["local training"][1] > 0
 
 
 def test_a_run_that_max_time_ends(tmp_path: Path) -> None:
-    made = plan(trainer(tmp_path, max_time="00:00:00"), FedAvg(DigitsMLP(hidden=4)), digits())
-    assert (made.rounds, made.parts["local training"][0], made.bits) == (1, 1, 3 * 2 * 32 * 310)
+    prediction = plan(trainer(tmp_path, max_time="00:00:00"), FedAvg(DigitsMLP(hidden=4)), digits())
+    assert (prediction.rounds, prediction.parts["local training"][0], prediction.bits) == (1, 1, 3 * 2 * 32 * 310)
     assert plan(trainer(tmp_path, max_time="01:00:00"), FedAvg(DigitsMLP(hidden=4)), digits()).rounds == 5
 
 
 @pytest.mark.sampled(quick=5, slow=3)
 @pytest.mark.parametrize("kind", CLOCKS)
 def test_the_clock_of_the_devices(kind: str, tmp_path: Path) -> None:
-    """Who is late, when the run ends, and what it counts; a server without rounds takes steps."""
+    """It tells who is late, when the run ends, and what counts; a server without rounds takes steps."""
     options = {"max_rounds": 40, "eval_every": 40, **CLOCKS[kind]}
-    made, mine = plan(trainer(tmp_path, **options), FedAvg(DigitsMLP(hidden=4)), digits()), trainer(tmp_path, **options)
+    prediction, mine = (
+        plan(trainer(tmp_path, **options), FedAvg(DigitsMLP(hidden=4)), digits()),
+        trainer(tmp_path, **options),
+    )
     run = mine.fit(FedAvg(DigitsMLP(hidden=4)), digits())
-    assert made.device_seconds == run.metrics["clock/time_s"]
-    assert (made.bits, made.rounds) == (run.state.total_bits, run.rounds_done)
-    assert made.late == sum(run.state.failures.get("late", {}).values())
-    assert made.late > 0 or kind in ("max_time_s", "FedBuff")
+    assert prediction.device_seconds == run.metrics["clock/time_s"]
+    assert (prediction.bits, prediction.rounds) == (run.state.total_bits, run.rounds_done)
+    assert prediction.late == sum(run.state.failures.get("late", {}).values())
+    assert prediction.late > 0 or kind in ("max_time_s", "FedBuff")
     logged = metrics(run.folder.path)
-    assert (made.rounds < 40) == (mine.clock is not None and mine.clock.max_time_s < 1e9)
-    assert made.parts["evaluation (test)"][0] == len(logged["server/test/acc"])
-    assert made.unit == ("rounds" if mine.asynchronous is None else "steps of the server")
-    made.show()
+    assert (prediction.rounds < 40) == (mine.clock is not None and mine.clock.max_time_s < 1e9)
+    assert prediction.parts["evaluation (test)"][0] == len(logged["server/test/acc"])
+    assert prediction.unit == ("rounds" if mine.asynchronous is None else "steps of the server")
+    prediction.show()
 
 
 def test_nobody_ever_takes_part(tmp_path: Path) -> None:
     """Nothing is divided by the number of clients."""
     options: dict[str, Any] = {"sampler": BernoulliSampler(0.1), "faults": Faults(available=[[]]), "max_rounds": 3}
-    made = plan(trainer(tmp_path, **options), FedAvg(DigitsMLP(hidden=4)), digits())
-    assert (made.bits, made.measured, made.parts["local training"]) == (0, 3, (3, 0.0))
+    prediction = plan(trainer(tmp_path, **options), FedAvg(DigitsMLP(hidden=4)), digits())
+    assert (prediction.bits, prediction.measured, prediction.parts["local training"]) == (0, 3, (3, 0.0))
 
 
 @pytest.mark.parametrize(("rounds", "every", "expected"), [(10, 5, 2), (11, 5, 3), (4, 5, 1), (1, 1, 1), (7, 1, 7)])
@@ -167,16 +170,16 @@ def test_rounds_are_counted_as_fit_does_them(tmp_path: Path) -> None:
 
     options: dict[str, Any] = {"max_rounds": 11, "eval_every": 5}
     data = Digits(num_clients=6, batch_size=32, val_fraction=0.1)
-    made = plan(trainer(tmp_path, callbacks=listeners(), **options), FedAvg(DigitsMLP(hidden=4)), data)
+    prediction = plan(trainer(tmp_path, callbacks=listeners(), **options), FedAvg(DigitsMLP(hidden=4)), data)
     trainer(tmp_path, callbacks=listeners(), **options).fit(FedAvg(DigitsMLP(hidden=4)), data)
-    done = metrics(newest(tmp_path))
-    found = {name: times for name, (times, _) in made.parts.items()}
-    assert found["local training"] == len(done["client/train/loss"]) == 11
-    assert found["evaluation (test)"] == len(done["server/test/acc"]) == 3
-    assert found["evaluation (val)"] == len(done["server/val/acc"]) == 3
-    assert found["FlatnessMonitor"] == len(done["flatness/lambda_max"]) == 3
-    assert found["Checkpoints"] == len(list((newest(tmp_path) / "checkpoints").glob("round_*.ckpt"))) == 4
-    assert all(made.parts[name][1] > 0 for name in ("local training", "FlatnessMonitor", "Checkpoints"))
+    logged = metrics(newest(tmp_path))
+    counts = {name: times for name, (times, _) in prediction.parts.items()}
+    assert counts["local training"] == len(logged["client/train/loss"]) == 11
+    assert counts["evaluation (test)"] == len(logged["server/test/acc"]) == 3
+    assert counts["evaluation (val)"] == len(logged["server/val/acc"]) == 3
+    assert counts["FlatnessMonitor"] == len(logged["flatness/lambda_max"]) == 3
+    assert counts["Checkpoints"] == len(list((newest(tmp_path) / "checkpoints").glob("round_*.ckpt"))) == 4
+    assert all(prediction.parts[name][1] > 0 for name in ("local training", "FlatnessMonitor", "Checkpoints"))
 
 
 class Sleeps(Callback):
@@ -190,12 +193,12 @@ class Sleeps(Callback):
 
 
 def test_time_at_the_start_of_rounds_counts(tmp_path: Path) -> None:
-    """Of each of two callbacks of one class by itself."""
-    made = plan(
+    """It counts for each of two callbacks of one class by itself."""
+    prediction = plan(
         trainer(tmp_path, callbacks=[Sleeps(0.02, 4), Sleeps(0.0, 2)], max_rounds=8), FedAvg(DigitsMLP(4)), digits()
     )
-    (times, each), (others, other) = made.parts["Sleeps"], made.parts["Sleeps.1"]
-    assert (times, others) == (2, 4) and other < 0.02 <= each
+    (slow_count, slow_seconds), (fast_count, fast_seconds) = prediction.parts["Sleeps"], prediction.parts["Sleeps.1"]
+    assert (slow_count, fast_count) == (2, 4) and fast_seconds < 0.02 <= slow_seconds
 
 
 def test_memory_counts_the_rows_of_clients_not_seen_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,20 +206,20 @@ def test_memory_counts_the_rows_of_clients_not_seen_yet(tmp_path: Path, monkeypa
     monkeypatch.setattr("fl_lightning.commands.shared.prediction.peak_memory", lambda: 0)
     options: dict[str, Any] = {"max_rounds": 60, "clients_per_round": 1, "eval_every": 60}
     data, mine = Digits(num_clients=40, batch_size=64), trainer(tmp_path, **options)
-    made = plan(mine, SCAFFOLD(DigitsMLP()), data)
+    prediction = plan(mine, SCAFFOLD(DigitsMLP()), data)
     row = 4 * sum(p.numel() for p in DigitsMLP().parameters())
     cohorts = [mine.sampler(t, 40, mine.seed) for t in range(60)]
-    unseen = len(set().union(*cohorts)) - len(set().union(*cohorts[: made.measured]))
-    assert made.memory == 2 * unseen * row > 0 and made.device_memory == 0
+    unseen = len(set().union(*cohorts)) - len(set().union(*cohorts[: prediction.measured]))
+    assert prediction.memory == 2 * unseen * row > 0 and prediction.device_memory == 0
 
 
 def test_amounts_have_no_exponent() -> None:
     seconds = [4_444_200.0, 3_598_920.0, 12.0, 0.01234]
-    assert [as_time(each) for each in seconds] == ["1,234 h", "1,000 h", "12 s", "12.3 ms"]
+    assert [as_time(value) for value in seconds] == ["1,234 h", "1,000 h", "12 s", "12.3 ms"]
 
 
 def test_makespan_of_the_busiest_process() -> None:
-    """5 to A, 4 to B, 3 to B, 3 to A, 3 to B: A makes 8 steps, B 10."""
+    """A gets 5 and 3, B gets 4, 3 and 3: A makes 8 steps, B 10."""
     assert makespan([3, 5, 3, 4, 3], 2) == 10
     assert makespan([3, 5, 3, 4, 3], 1) == 18
     assert makespan([3, 5], 8) == 5
@@ -272,11 +275,13 @@ def test_command_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_command_takes_devices_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--trainer.devices=3", "--trainer.num_nodes=2", "--trainer.strategy=ddp", "--json=true"]
-    cli("plan", "--model=FedAvg", *DIGITS, *asked, f"--trainer.default_root_dir={tmp_path / 'runs'}")
-    found = json.loads(capsys.readouterr().out)
-    assert found["processes"] == 6
-    assert found["seconds"] == pytest.approx(sum(times * each for times, each in found["parts"].values()))
+    args = ["--trainer.devices=3", "--trainer.num_nodes=2", "--trainer.strategy=ddp", "--json=true"]
+    cli("plan", "--model=FedAvg", *DIGITS, *args, f"--trainer.default_root_dir={tmp_path / 'runs'}")
+    prediction = json.loads(capsys.readouterr().out)
+    assert prediction["processes"] == 6
+    assert prediction["seconds"] == pytest.approx(
+        sum(count * seconds for count, seconds in prediction["parts"].values())
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -310,14 +315,14 @@ def test_missing_files_are_not_needed(
     ]
     model = ["--model=FedAvg", "--model.net=FullyConnected", "--model.net.in_features=3072"]
     cli("plan", *model, "--data=CIFAR10", f"--data.data_dir={tmp_path}", *lines, *small)
-    said = capsys.readouterr()
-    assert "5 rounds" in said.out and not list(tmp_path.iterdir())
-    assert said.err.startswith(
+    output = capsys.readouterr()
+    assert "5 rounds" in output.out and not list(tmp_path.iterdir())
+    assert output.err.startswith(
         f"on random samples of the same shape: data.data_dir = {tmp_path}: CIFAR10 cannot be read"
     )
-    own = Digits(num_clients=4)
-    data, reason = data_or_like(own)
-    assert reason is None and data.y_train.shape == (1437,) and not hasattr(own, "clients")
+    source = Digits(num_clients=4)
+    data, reason = data_or_like(source)
+    assert reason is None and data.y_train.shape == (1437,) and not hasattr(source, "clients")
     with pytest.raises(UserError, match="no images of each class"):
         data_or_like(ImageFolder(str(tmp_path), image_size=8))
 
@@ -327,6 +332,6 @@ def test_random_samples_have_the_published_form(stream: bool) -> None:
     known = Published(30, 20, (4, 4, 3), classes=10)
     x, y, x_test, y_test = known.random(stream)
     assert (len(x), len(x_test), {*y}, {*y_test}) == (30, 20, {*range(10)}, {*range(10)})
-    assert all(np.asarray(of[0]).shape == (4, 4, 3) and of[0].dtype == np.uint8 for of in (x, x_test))
+    assert all(np.asarray(inputs[0]).shape == (4, 4, 3) and inputs[0].dtype == np.uint8 for inputs in (x, x_test))
     tokens = Published(30, 20, (7,), classes=4, tokens=50).random(stream)[0]
     assert np.asarray(tokens[0]).shape == (7,) and 2 < max(np.asarray(tokens[i]).max() for i in range(30)) < 50

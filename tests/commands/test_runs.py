@@ -15,9 +15,9 @@ from tests.runs import DIGITS, cli, forked, kill, run
 
 
 def states(text: str) -> dict[str, tuple[str, str]]:
-    """State and rounds of each run that the list shows."""
-    found = re.findall(r"^ ?(\S*version_\d+) +(\w+) +(\S+)", text, re.M)
-    return {name: (state, rounds) for name, state, rounds in found}
+    """Returns state and rounds of each run that the list shows."""
+    matches = re.findall(r"^ ?(\S*version_\d+) +(\w+) +(\S+)", text, re.M)
+    return {name: (state, rounds) for name, state, rounds in matches}
 
 
 def test_a_run_from_its_start_to_its_deletion(

@@ -64,8 +64,8 @@ def test_nothing_that_was_measured_is_overwritten(tmp_path: Path, capsys: pytest
     stems = ("flatness.json", "flatness.csv", "spectrum.pdf", "spectrum.png", "surface.json", "surface.csv",
              "surface.pdf", "surface.png", "surface_3d.pdf", "surface_3d.png")  # fmt: skip
     assert names == {*stems, *(stem.replace(".", "_2.") for stem in stems)}
-    values = [json.loads((folder / "flatness" / f"flatness{end}.json").read_text()) for end in ("", "_2")]
-    assert [len(found["measurements"][0]["details"]["eigenvalues"]) for found in values] == [2, 3]
+    contents = [json.loads((folder / "flatness" / f"flatness{end}.json").read_text()) for end in ("", "_2")]
+    assert [len(content["measurements"][0]["details"]["eigenvalues"]) for content in contents] == [2, 3]
     (protocol,) = json.loads((folder / "landscape" / "surface_2.json").read_text()).values()
     assert "33 samples" in protocol["protocol"]["train"]
     assert f"results: {folder / 'landscape' / 'surface_2.json'}" in capsys.readouterr().out.replace("\n", "")

@@ -68,7 +68,7 @@ def test_a_failed_trial_is_in_the_table_and_the_code(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_no_run_measures_is_an_error(tmp_path: Path) -> None:
-    """After the first trial: the others are not trained in vain."""
+    """It comes after the first trial: the others are not trained in vain."""
     path = file(tmp_path, metric={"name": "server/test/mae"}, parameters={"model": {"values": ["FedAvg", "FedSAM"]}})
     message = r"metric.name = server/test/mae: no run has measured it; choose from [^\n]*server/test/acc"
     with pytest.raises(SystemExit, match=message):
@@ -106,10 +106,10 @@ def test_every_sweep_of_the_package_is_understood(name: str) -> None:
     args = [*sweep.args, *(f"--{key}={value}" for key, value in first.items())]
     config = FederatedCLI(sweep.command, *args).config
     for key, value in first.items():
-        found: Any = config
+        node: Any = config
         for part in key.split("."):
-            found = found[part] if part in found else found.init_args[part]
-        assert str(getattr(found, "class_path", found)).endswith(str(value)) or found == pytest.approx(value)
+            node = node[part] if part in node else node.init_args[part]
+        assert str(getattr(node, "class_path", node)).endswith(str(value)) or node == pytest.approx(value)
 
 
 @pytest.mark.slow
@@ -125,9 +125,9 @@ def test_what_the_agent_of_wandb_writes_is_understood() -> None:
         "model": "FedGloSS",
         "data": {"num_clients": 9},
     }
-    made = launch.create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
+    arguments = launch.create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
     for form in ("args", "args_no_boolean_flags"):
-        config = FederatedCLI("fit", "--config", "quickstart", *made[form]).config
+        config = FederatedCLI("fit", "--config", "quickstart", *arguments[form]).config
         assert config.model.init_args.ascent.class_path.endswith("ASAM") and config.model.init_args.rho == 1.0
         assert config.model.init_args.ascent.init_args.rho == 0.3
         assert config.trainer.max_rounds == 7 and config.trainer.tf32 is True and config.trainer.max_time is None

@@ -15,7 +15,7 @@ def write(
     units: int = 2,
     lambdas: dict[int, float] | None = None,
 ) -> Path:
-    """A run of rounds of 30 s and ``units`` models of 1000 bits a round, evaluated in some of them.
+    """Writes a run with rounds of 30 s and ``units`` models of 1000 bits a round, evaluated in some of them.
 
     ``lambdas`` are its measurements of lambda_max by round.
     """
@@ -37,7 +37,7 @@ def configured(
     lambdas: dict[int, float] | None = None,
     **settings: object,
 ) -> Path:
-    """The same with a config, as the command line leaves it."""
+    """Writes the same with a config, as the command line leaves it."""
     data = {"class_path": "Digits", "init_args": {"seed": settings.pop("data_seed", 0)}}
     config = {
         "model": {"class_path": "FedAvg", "init_args": {"lr": settings.pop("lr", 0.1)}},

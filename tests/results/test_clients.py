@@ -39,8 +39,8 @@ def table(values: list[float], samples: list[float] | None = None, mode: Mode = 
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 1000)), min_size=1, max_size=45))
 def test_statistics(clients: list[tuple[float, int]]) -> None:
     values, samples = (np.array(column, dtype=float) for column in zip(*clients, strict=True))
-    found, worst = statistics(values, samples), max(1, len(values) // 10)
-    assert found == pytest.approx(
+    actual, worst = statistics(values, samples), max(1, len(values) // 10)
+    assert actual == pytest.approx(
         {
             "": np.mean(values),
             "_weighted": np.sum(values * samples) / np.sum(samples),
@@ -51,7 +51,7 @@ def test_statistics(clients: list[tuple[float, int]]) -> None:
     )
     mirrored = statistics(-values, samples, "min")
     assert (
-        mirrored["_worst_decile"] == pytest.approx(-found["_worst_decile"]) and mirrored["_worst"] == -found["_worst"]
+        mirrored["_worst_decile"] == pytest.approx(-actual["_worst_decile"]) and mirrored["_worst"] == -actual["_worst"]
     )
 
 
@@ -61,16 +61,16 @@ def test_a_client_without_a_value_leaves_no_statistic() -> None:
 
 
 def test_the_table_of_the_last_round(tmp_path: Path) -> None:
-    """Of two measures in one round the columns go together; a line that a crash has cut short does not count."""
+    """The columns of two measures in one round go together; a line that a crash has cut short does not count."""
     assert read_clients(tmp_path) is None
     rows = ["5,0,30,0.5,1.5,,", "10,0,30,0.25,2.5,,", "10,7,20,,,,", "10,0,30,0.25,2.5,0.75,0.5", "11,0,30,0.5"]
     (tmp_path / FILE).write_text(HEAD + "\n".join(rows))
-    found = read_clients(tmp_path)
-    assert found is not None and (found.round, found.metric, found.mode) == (10, "acc", "max")
-    assert found.samples.tolist() == [30, 20]
-    assert [column.tolist()[0] for column in found.columns.values()] == [0.25, 2.5, 0.75, 0.5]
-    assert [column.tolist() for column in found.known("acc")] == [[30], [0.25]]
-    assert all(np.isnan(column[1]) for column in found.columns.values())
+    clients = read_clients(tmp_path)
+    assert clients is not None and (clients.round, clients.metric, clients.mode) == (10, "acc", "max")
+    assert clients.samples.tolist() == [30, 20]
+    assert [column.tolist()[0] for column in clients.columns.values()] == [0.25, 2.5, 0.75, 0.5]
+    assert [column.tolist() for column in clients.known("acc")] == [[30], [0.25]]
+    assert all(np.isnan(column[1]) for column in clients.columns.values())
 
 
 @pytest.mark.parametrize("text", ["", "round,client\n1,2\n", HEAD, HEAD + "1,0,x,0,0,0,0\n", HEAD + "1,a,3,0,0,0,0\n"])
@@ -100,7 +100,7 @@ def test_sorted_and_by_samples() -> None:
 
 @pytest.mark.parametrize("skewed", [False, True])
 def test_figure(skewed: bool, tmp_path: Path) -> None:
-    """One panel where all clients are of one size, and nothing off the paper or too small to read."""
+    """There is one panel where all clients have one size; nothing is off the paper or too small to read."""
     draw = np.random.default_rng(0)
     sizes = (10 ** draw.uniform(0, 3, 40)).tolist() if skewed else [30.0] * 40
     tables = {name: [table(draw.uniform(size=40).tolist(), sizes) for _ in range(2)] for name in ("FedAvg", "FedSAM")}
@@ -117,7 +117,7 @@ def test_figure(skewed: bool, tmp_path: Path) -> None:
 
 
 def test_comparison(tmp_path: Path) -> None:
-    """Means of the measurements in the last rounds, with directions, as columns of a table of their own."""
+    """Means of the measurements in the last rounds, with directions, are columns of a table of their own."""
     folder = write(tmp_path / "run" / "version_0", {3: 0.5, 6: 0.7})
     names = ["server/clients/acc", "server/clients/acc_worst_decile", "server/clients/acc_std", "client/test/acc_gap"]
     head, *rows = (folder / "metrics.csv").read_text().splitlines()
@@ -140,15 +140,15 @@ def test_comparison(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["acc", "top_5", "mAP"])
 def test_a_metric_of_any_name_has_each_of_the_columns(name: str, tmp_path: Path) -> None:
-    """With an underscore in its name, the local models' values have been those of the global model in the CSV file."""
+    """The local models' values of a metric with an underscore are not those of the global model in the CSV file."""
     ends = {"": 0.6, "_weighted": 0.61, "_std": 0.02, "_worst_decile": 0.3, "_worst": 0.2}
-    own = {f"server/clients/{name}{end}": value for end, value in ends.items()}
+    server = {f"server/clients/{name}{end}": value for end, value in ends.items()}
     local = {f"client/test/{name}{end}": value for end, value in {"": 0.7, "_worst_decile": 0.4, "_gap": 0.1}.items()}
-    values = {**own, "server/clients/loss": 1.0, **local}
+    values = {**server, "server/clients/loss": 1.0, **local}
     (tmp_path / "metrics.csv").write_text(f"round,{','.join(values)}\n1,{','.join(map(str, values.values()))}\n")
     groups = compare(tmp_path)
     assert groups[0].runs[0].metric == f"server/clients/{name}", "the headline of clients' own models"
-    found = row(groups[0], columns(groups))
-    of_clients = ("clients", "clients_weighted", "clients_std", "worst_decile", "worst_client")
-    keys = (*of_clients, "local", "local_worst_decile", "local_gap")
-    assert [found[key] for key in keys] == [*own.values(), *local.values()]
+    record = row(groups[0], columns(groups))
+    client_keys = ("clients", "clients_weighted", "clients_std", "worst_decile", "worst_client")
+    keys = (*client_keys, "local", "local_worst_decile", "local_gap")
+    assert [record[key] for key in keys] == [*server.values(), *local.values()]

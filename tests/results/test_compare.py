@@ -33,7 +33,7 @@ GRID = {(lr, rho, 8): [lr + rho, lr + 0.1] for lr in (0.1, 0.2, 0.3, 0.4, 0.5, 0
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """FedAvg with three seeds, another method with two, one of which never gets as far as FedAvg."""
+    """Returns FedAvg with three seeds, another method with two, one of which never gets as far as FedAvg."""
     root = tmp_path / "runs"
     return [
         configured(root / "FedAvg" / "version_0", {3: 0.5, 6: 0.5}, engine="sequential"),
@@ -82,9 +82,9 @@ def test_what_cannot_be_compared(runs: list[Path], tmp_path: Path) -> None:
         compare("nothing")  # one folder, not its letters
     with pytest.raises(UserError, match=r"runs = \[\]: give"):
         compare([])
-    other = write(tmp_path / "segmentation" / "version_0", {6: 0.5}, name="miou")
+    segmentation = write(tmp_path / "segmentation" / "version_0", {6: 0.5}, name="miou")
     with pytest.raises(UserError, match="metric = server/test/acc: not in"):
-        compare([*runs, other])
+        compare([*runs, segmentation])
 
 
 def test_latex(runs: list[Path]) -> None:
@@ -105,12 +105,12 @@ def test_latex(runs: list[Path]) -> None:
 
 
 def test_only_what_is_clearly_better_is_bold(tmp_path: Path) -> None:
-    """By more than the interval of the paired differences; as printed, if there is one seed; equal values never."""
+    """It is by more than the interval of the paired differences; as printed for one seed; equal values never are."""
 
     def bold(*seeds: list[float], first: int = 0) -> list[int]:
         folder = tmp_path / str(len([*tmp_path.iterdir()]))
-        for i, of in enumerate(seeds):
-            for seed, value in enumerate(of):
+        for i, values in enumerate(seeds):
+            for seed, value in enumerate(values):
                 configured(folder / f"{i}_{seed}", {6: value}, lr=0.1 * i, seed=seed + first * i)
         groups = compare([folder])
         column = next(column for column in columns(groups) if column.key == "best")
@@ -122,18 +122,18 @@ def test_only_what_is_clearly_better_is_bold(tmp_path: Path) -> None:
             (([0.7, 0.8, 0.9], [0.71, 0.82, 0.93]), []), (([0.7, 0.8, 0.9], [0.72, 0.82, 0.93]), [1]),
             (([0.7, 0.8, 0.9], [0.72, 0.82, 0.93], [0.2, 1.0, 0.9]), [1]), (([0.7], [0.9], [0.9]), []),
     ]  # fmt: skip
-    for of, expected in cases:
-        assert bold(*of) == expected
+    for seeds, expected in cases:
+        assert bold(*seeds) == expected
     assert bold([0.7, 0.9], [0.8, 1.0], first=5) == [] and bold([0.7, 0.7], [0.8, 0.8], first=5) == [1]
     groups = compare([tmp_path / "0"])
-    measured = [replace(each, runs=[replace(each.runs[0], flatness={"lambda_max": 1.0})]) for each in groups]
+    measured = [replace(group, runs=[replace(group.runs[0], flatness={"lambda_max": 1.0})]) for group in groups]
     (column,) = (column for column in columns(measured) if column.key == "lambda_max")
     measured[1].runs[0].flatness["lambda_max"] = 0.5
     assert is_best(measured[1], column, measured) and not is_best(measured[1], column, [groups[0], measured[1]])
 
 
 def test_differences_to_a_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over common seeds, in text, CSV and LaTeX; the first row is the reference, or the one with the given name."""
+    """They are over common seeds, in text, CSV and LaTeX; the reference is the first row, or the one of that name."""
     for seed, (one, two) in enumerate([(0.5, 0.6), (0.6, 0.62), (0.7, 0.81)]):
         configured(tmp_path / "runs" / "one" / f"seed_{seed}", {6: one}, seed=seed)
         configured(tmp_path / "runs" / "two" / f"seed_{seed}", {6: two}, seed=seed, lr=0.2)
@@ -145,9 +145,9 @@ def test_differences_to_a_reference(tmp_path: Path, capsys: pytest.CaptureFixtur
     expected = f"{middle:+.4f} [{middle - half:+.4f}, {middle + half:+.4f}] (3 of 4)"
     assert [cell(group, column, groups) for group in groups] == ["", expected]
     assert column.head == "last 1 − lr 0.1"
-    found = row(groups[1], shown)
-    assert found["mean_difference"] == pytest.approx(middle) and found["mean_difference_seeds"] == 3
-    assert (found["mean_difference_low"], found["mean_difference_high"]) == pytest.approx(
+    record = row(groups[1], shown)
+    assert record["mean_difference"] == pytest.approx(middle) and record["mean_difference_seeds"] == 3
+    assert (record["mean_difference_low"], record["mean_difference_high"]) == pytest.approx(
         (middle - half, middle + half), abs=1e-6
     )
     assert f"$+${100 * middle:.2f} [$-${100 * (half - middle):.2f}, $+$" in latex(groups, shown)
@@ -171,12 +171,12 @@ def test_settings_that_differ_are_columns(runs: list[Path], tmp_path: Path) -> N
 
 
 def test_a_setting_with_the_name_of_a_column_is_kept_beside_it(tmp_path: Path) -> None:
-    """Such as data.mean."""
+    """An example is data.mean."""
     for i, mean in enumerate((0.0, 0.5)):
         configured(tmp_path / f"run_{i}", {6: 0.1 * i}, mean=mean)
     groups = compare(tmp_path)
-    found = [row(group, columns(groups)) for group in groups]
-    assert [(each["setting mean"], each["mean"]) for each in found] == [("0", 0.0), ("0.5", 0.1)]
+    records = [row(group, columns(groups)) for group in groups]
+    assert [(record["setting mean"], record["mean"]) for record in records] == [("0", 0.0), ("0.5", 0.1)]
 
 
 def test_a_reader_names_the_rows_and_chooses_columns(
@@ -207,16 +207,16 @@ def test_a_reader_names_the_rows_and_chooses_columns(
 
 
 def test_settings_that_tell_configs_apart() -> None:
-    """Those that all have; of the others what is needed; never seeds and execution; ends of keys that are unique."""
+    """They are what all have, of the others what is needed, never seeds and execution; ends of keys are unique."""
     one = {"model": "FedAvg", "model.optimizer.lr": "0.1", "trainer.seed": "0", "trainer.engine": "graphed"}
     two = {**one, "model": "FedSAM", "model.rho": "0.1", "trainer.seed": "1", "trainer.engine": "batched"}
     assert telling([one, two]) == {"model": "model"} and telling([one, {**one, "trainer.seed": "3"}]) == {}
     three = {**two, "model.rho": "0.2"}
     assert telling([one, two, three]) == {"model": "model", "rho": "model.rho"}
-    other = {**two, "model.ascent.rho": "0.1"}
+    nested = {**two, "model.ascent.rho": "0.1"}
     deep = {**one, "model.net.model": "3"}  # a net of one's own may have an argument with this name
     assert telling([deep, {**two, "model.net.model": "4"}]) == {"model": "model", "net.model": "model.net.model"}
-    both = [other, {**other, "model.rho": "1", "model.ascent.rho": "2"}]
+    both = [nested, {**nested, "model.rho": "1", "model.ascent.rho": "2"}]
     assert telling(both) == {"model.rho": "model.rho", "ascent.rho": "model.ascent.rho"}
     composed = {**one, "model.ascent": "SAM", "model.ascent.rho": "0.1"}
     assert telling([composed, two]) == {"model": "model", "ascent": "model.ascent"}
@@ -231,8 +231,8 @@ def test_runs_that_have_not_ended_are_named(tmp_path: Path, capsys: pytest.Captu
     (row / "row.json").write_text("{}")
     (ended / "summary.json").write_text("{}")
     compare([ended, short, row], reference=ended, metric="server/test/loss")
-    said = f"not ended: {short} has 2 of 6 rounds, and counts all the same\n"
-    assert capsys.readouterr().err == said
+    warning = f"not ended: {short} has 2 of 6 rounds, and counts all the same\n"
+    assert capsys.readouterr().err == warning
     (short / "summary.json").write_text("{}")  # by EarlyStopping, for instance
     compare([ended, short], metric="server/test/loss")
     assert not capsys.readouterr().err
@@ -254,14 +254,14 @@ def test_rows_of_single_seeds_are_drawn(tmp_path: Path) -> None:
 
 
 def test_points_of_each_group_look_different(tmp_path: Path) -> None:
-    """By colour and marker, of as many as are drawn as points."""
+    """They differ in colour and marker, for as many as are drawn as points."""
     runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 1.0 + k}) for k in range(12)]
     (axes,) = plot_tradeoff(compare(runs), "lambda_max").axes
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 12
 
 
 def test_flatness_over_a_wide_range_is_logarithmic(tmp_path: Path) -> None:
-    """As points and as rows, as the curves of it are."""
+    """This holds for points and for rows, as for its curves."""
     runs = [configured(tmp_path / str(k), {6: 0.5}, lr=k, lambdas={6: 10.0**k}) for k in range(13)]
     for groups in (compare(runs[:3]), compare(runs)):
         assert plot_tradeoff(groups, "lambda_max").axes[-1].get_xscale() == "log"
@@ -311,7 +311,7 @@ def test_what_latex_reads_otherwise(tmp_path: Path) -> None:
 
 
 def compiled(folder: Path, tables: list[str]) -> str:
-    """LaTeX's log of tables in a document of two columns; what is wider than a column is in it."""
+    """Returns LaTeX's log of tables in a document of two columns; it names what is wider than a column."""
     body = "\n".join(tables).replace("\n\n", "\n\n\\noindent\n")
     start = r"\documentclass[twocolumn]{article}\usepackage{booktabs}\begin{document}\noindent"
     (folder / "paper.tex").write_text(f"{start}\n{body}\n\\end{{document}}\n")
@@ -320,7 +320,7 @@ def compiled(folder: Path, tables: list[str]) -> str:
 
 
 def test_hours_of_devices_without_a_clock(tmp_path: Path) -> None:
-    """Of a run that has reached the target nothing is known; it is not one that never did."""
+    """Nothing is known of a run that has reached the target; it is not one that never did."""
     clocked, plain = write(tmp_path / "clocked", {2: 0.2, 6: 0.5}), write(tmp_path / "plain", {2: 0.8, 6: 0.8})
     head, *rows = (clocked / "metrics.csv").read_text().splitlines()
     lines = [f"{head},clock/time_s", *(f"{row},{100 * t}" for t, row in enumerate(rows, 1))]
@@ -337,7 +337,7 @@ def test_hours_of_devices_without_a_clock(tmp_path: Path) -> None:
     reason="needs pdflatex and booktabs: apt-get install texlive-latex-recommended",
 )
 def test_tables_compile_and_fit_a_column(tmp_path: Path) -> None:
-    """With a setting that reads otherwise, differences, targets, a negative number, and long heads."""
+    """They have a setting that LaTeX reads otherwise, differences, targets, a negative number, and long heads."""
     for i, lr in enumerate((0.1, "a_b<%\\~^&#$é")):
         for seed in range(3):
             folder = tmp_path / "runs" / f"{i}_{seed}"
@@ -420,7 +420,7 @@ def test_of_twins_below_a_folder_the_last_counts(runs: list[Path]) -> None:
 def test_a_finished_run_counts_before_its_interrupted_twin(
     runs: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whichever is the later one; a run without ``summary.json`` has ended with its last round."""
+    """It does whichever is later; a run without ``summary.json`` has ended with its last round."""
     root = runs[0].parents[1]
     broken = configured(root / "FedAvg" / "version_3", {1: 0.1})
     lines = (broken / "metrics.csv").read_text().splitlines(keepends=True)
@@ -446,7 +446,7 @@ def test_values_show_as_many_digits_as_tell_them_apart(tmp_path: Path) -> None:
 
 
 def test_files_of_other_programs_are_left_out_by_name(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """Below a folder: those of Lightning's CSVLogger, and runs that have not measured the metric."""
+    """They are those of Lightning's CSVLogger below a folder, and runs that have not measured the metric."""
     root = runs[0].parents[1]
     for name, text in {"lightning": "epoch,step,loss\n0,1,0.5\n", "other": "round,client/lr\n1,0.1\n"}.items():
         (root / name).mkdir()
@@ -488,13 +488,13 @@ def test_broken_metrics(text: str, problem: str, tmp_path: Path) -> None:
 
 
 def test_band_over_seeds(tmp_path: Path) -> None:
-    """In the rounds that all seeds have; then means over parts of a long run, of each seed for itself."""
+    """It has the rounds that all seeds have, and means over parts of a long run, of each seed for itself."""
     one = write(tmp_path / "one", {1: 0.1, 2: 0.2, 4: 0.4}) / "metrics.csv"
     two = write(tmp_path / "two", {1: 0.3, 2: 0.6, 3: 0.9}) / "metrics.csv"
     columns = read({"both": [one, two]})["both"]
-    found = curve(columns, "server/test/acc")
-    assert found is not None and found.rounds == [1, 2]
-    assert found.mean == pytest.approx([0.2, 0.4]) and found.sd == pytest.approx([sqrt(0.02), sqrt(0.08)])
+    band = curve(columns, "server/test/acc")
+    assert band is not None and band.rounds == [1, 2]
+    assert band.mean == pytest.approx([0.2, 0.4]) and band.sd == pytest.approx([sqrt(0.02), sqrt(0.08)])
     assert curve(columns, "flatness/lambda_max") is None
     long = [{"a": [(t, float(s * t)) for t in range(1, 201)]} for s in (1, 3)]
     assert curve(long, "a")[:2] == ([t + 0.5 for t in range(1, 200, 2)], [2 * (t + 0.5) for t in range(1, 200, 2)])  # type: ignore[index]
@@ -519,7 +519,7 @@ def test_one_colour_a_group(tmp_path: Path) -> None:
 
 
 def test_curves_by_device_hours() -> None:
-    """At the mean hours of the seeds, where each run has a clock."""
+    """Points are at the mean hours of the seeds, where each run has a clock."""
     runs = [
         {"server/test/acc": [(2, 0.5), (4, 0.7)], "clock/time_s": [(t, s * 3600.0 * t) for t in (1, 2, 3, 4)]}
         for s in (1, 3)
@@ -538,7 +538,7 @@ def test_losses_beside_one_that_diverged() -> None:
 
 @pytest.mark.slow
 def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Real runs of two methods with two seeds each."""
+    """It compares real runs of two methods with two seeds each."""
     folders = [
         run("fit", f"--trainer.seed={seed}", root=tmp_path / "runs", model=model)
         for model in ("FedAvg", "FedSAM")

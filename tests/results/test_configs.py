@@ -22,8 +22,8 @@ def test_the_same() -> None:
 
 
 def test_settings_by_their_key_on_the_command_line() -> None:
-    found = differences(config(), config(seed=1, rho=0.2, hidden=8, max_rounds=5, engine="batched"))
-    assert found == [
+    lines = differences(config(), config(seed=1, rho=0.2, hidden=8, max_rounds=5, engine="batched"))
+    assert lines == [
         "model.net.hidden = 64 (here: 8)",
         "model.ascent.rho = 0.1 (here: 0.2)",
         "trainer.seed = 0 (here: 1)",
@@ -32,13 +32,13 @@ def test_settings_by_their_key_on_the_command_line() -> None:
 
 
 def test_of_another_class_only_the_class() -> None:
-    other = config()
-    other["model"]["init_args"]["ascent"] = {"class_path": "fl_lightning.ASAM", "init_args": {"rho": 0.7, "eta": 0.2}}
-    assert differences(config(), other) == ["model.ascent = SAM (here: ASAM)"]
-    other["model"]["init_args"]["ascent"] = None
-    assert differences(config(), other) == ["model.ascent = SAM (here: None)"]
-    other["model"] = {"class_path": "fl_lightning.FedDyn", "init_args": {}}
-    assert differences(config(), other) == ["model = FedAvg (here: FedDyn)"]
+    changed = config()
+    changed["model"]["init_args"]["ascent"] = {"class_path": "fl_lightning.ASAM", "init_args": {"rho": 0.7, "eta": 0.2}}
+    assert differences(config(), changed) == ["model.ascent = SAM (here: ASAM)"]
+    changed["model"]["init_args"]["ascent"] = None
+    assert differences(config(), changed) == ["model.ascent = SAM (here: None)"]
+    changed["model"] = {"class_path": "fl_lightning.FedDyn", "init_args": {}}
+    assert differences(config(), changed) == ["model = FedAvg (here: FedDyn)"]
 
 
 def test_settings_that_only_one_has_do_not_count() -> None:
@@ -47,10 +47,10 @@ def test_settings_that_only_one_has_do_not_count() -> None:
 
 def test_settings_of_the_parts_of_a_list() -> None:
     def parts(*rates: float) -> dict[str, Any]:
-        made = config()
+        settings = config()
         listed = [{"class_path": "mine.TopK", "init_args": {"rate": rate}} for rate in rates]
-        made["model"]["init_args"]["parts"] = listed or None
-        return made
+        settings["model"]["init_args"]["parts"] = listed or None
+        return settings
 
     assert differences(parts(0.1), parts(0.2)) == ["model.parts.TopK.rate = 0.1 (here: 0.2)"]
     assert differences(parts(0.1), parts(0.1, 0.3)) == ["model.parts = mine.TopK (here: mine.TopK, mine.TopK)"]
@@ -61,5 +61,5 @@ def test_settings_of_the_parts_of_a_list() -> None:
 
 def test_long_values_that_differ_at_their_end() -> None:
     one, other = (config(default_root_dir=None, resume=f"{'x' * 70}{end}") for end in "ab")
-    (found,) = changes(one, other)
-    assert found.startswith("trainer.resume: xxx") and len(found) < 160
+    (line,) = changes(one, other)
+    assert line.startswith("trainer.resume: xxx") and len(line) < 160

@@ -23,7 +23,7 @@ def test_the_setting_that_decides_comes_first() -> None:
     settings = {name: [str(row[i]) for row in grid] for i, name in enumerate(("rho", "ascent", "noise"))}
     values = [-math.log(rho) + 0.5 * (ascent == "SAM") for rho, ascent, _ in grid]
     ranked, about = Tried(settings, values, "server/test/acc").importances
-    assert [each.name for each in ranked] == ["rho", "ascent", "noise"]
+    assert [setting.name for setting in ranked] == ["rho", "ascent", "noise"]
     rho, ascent, noise = ranked
     assert rho.lost > 1 > ascent.lost > 5 * abs(noise.lost) and rho.correlation < -0.9 and noise.correlation == 0
     assert math.isnan(ascent.correlation) and ascent.text()[3] == "" and rho.text()[3].startswith("-0.9")
@@ -41,25 +41,25 @@ def test_a_point_for_each_config_in_the_panel_of_each_setting() -> None:
 
 
 def test_configs_that_tell_nothing(tmp_path: Path) -> None:
-    """A report of configs that are all alike has no importances, and is written; so are runs without configs."""
-    alike, bare = tmp_path / "alike", tmp_path / "bare"
+    """A report of configs with equal values has no importances, and is written; nor have runs without configs."""
+    equal, bare = tmp_path / "alike", tmp_path / "bare"
     for i in range(5):
-        configured(alike / f"r{i}", {6: 0.1}, lr=0.1 * (i + 1), momentum=0.1 * i, decay=0.01 * i)
+        configured(equal / f"r{i}", {6: 0.1}, lr=0.1 * (i + 1), momentum=0.1 * i, decay=0.01 * i)
         write(bare / f"r{i}", {6: 0.1 * i})
-    cli("report", str(alike), f"--out={tmp_path / 'page'}")
+    cli("report", str(equal), f"--out={tmp_path / 'page'}")
     assert '<section id="sweep">' not in (tmp_path / "page" / "report.html").read_text()
-    for root in (alike, bare):
+    for root in (equal, bare):
         with pytest.raises(UserError, match=r"^importance: 5 configs with .*; it takes 5, not all alike, and"):
             _ = tried(compare([root])).importances
 
 
 @pytest.mark.long
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Settings that all have, of configs without a diverged run; the report has them where more than two vary."""
+    """They take settings that all have, of configs without a diverged run; the report needs more than two that vary."""
     values = {(lr, rho, size): [lr + rho, lr] for lr in (0.1, 0.2) for rho in (0.1, 0.3) for size in (8, 16)}
     root = sweep(tmp_path / "runs", {**values, (9.0, 9.0, 9): [math.nan]})
-    found = tried(compare([root]))
-    assert {*found.settings} == {"lr", "rho", "batch_size"} and len(found.values) == 8
+    trials = tried(compare([root]))
+    assert {*trials.settings} == {"lr", "rho", "batch_size"} and len(trials.values) == 8
     cli("compare", str(root), "--importance", f"--out={tmp_path / 'out'}")
     out = capsys.readouterr().out
     assert "importance for server/test/acc" in out and "8 configs; R²" in out and "sd over rounds" not in out

@@ -18,9 +18,9 @@ def test_the_interval_is_that_of_the_paired_t_test(tmp_path: Path) -> None:
     a, b = compare([tmp_path])
     expected = ttest_rel(values["a"], values["b"]).confidence_interval(0.95)
     for name, scale in (("mean", 1), ("flatness/lambda_max", 10)):
-        found = difference(a, b, name)
-        assert found is not None and found.seeds == 4 and abs(found.mean) < found.half
-        low, high = found.mean - found.half, found.mean + found.half
+        paired = difference(a, b, name)
+        assert paired is not None and paired.seeds == 4 and abs(paired.mean) < paired.half
+        low, high = paired.mean - paired.half, paired.mean + paired.half
         assert (low, high) == pytest.approx((scale * expected.low, scale * expected.high), rel=1e-12)
     assert difference(a, b, "miou") is None
-    assert found.text("+.2f") == f"{found.mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+    assert paired.text("+.2f") == f"{paired.mean:+.2f} [{low:+.2f}, {high:+.2f}]"

@@ -15,31 +15,31 @@ from fl_lightning.results.papers import PAPERS
 from fl_lightning.results.recipes import Selection, figure, figures
 from fl_lightning.sweeps.reproduction import figure_tasks, select, tasks
 
-ALL = [each for paper in PAPERS for each in figures(paper)]
-KNOWN = [each for each in ALL if not each.schematic]
+ALL = [figure for paper in PAPERS for figure in figures(paper)]
+KNOWN = [figure for figure in ALL if not figure.schematic]
 
 
-@pytest.mark.parametrize("each", KNOWN, ids=lambda each: f"{each.paper} {each.number}")
-def test_runs_of_a_figure(each: object) -> None:
-    found = figure_tasks(each)  # type: ignore[arg-type]
-    assert found and len({task.name for task in found}) == len(found)
-    for of in panels({task: [] for task in found}).values():
-        assert each.draws != "plane" or len(of) in (1, 3)  # type: ignore[attr-defined]
-        assert each.draws != "line" or len(of) == 2  # type: ignore[attr-defined]
+@pytest.mark.parametrize("figure", KNOWN, ids=lambda figure: f"{figure.paper} {figure.number}")
+def test_runs_of_a_figure(figure: object) -> None:
+    runs = figure_tasks(figure)  # type: ignore[arg-type]
+    assert runs and len({task.name for task in runs}) == len(runs)
+    for curves in panels({task: [] for task in runs}).values():
+        assert figure.draws != "plane" or len(curves) in (1, 3)  # type: ignore[attr-defined]
+        assert figure.draws != "line" or len(curves) == 2  # type: ignore[attr-defined]
 
 
 def test_a_run_for_a_table_serves_the_figure() -> None:
     (drawn,) = figure("fedgloss", "7")
-    of_table = {task.name: task for task in tasks(select("fedgloss", "8"))[0]}
-    assert drawn.folder == "fedgloss_8" and all(of_table[task.name] == task for task in figure_tasks(drawn))
+    table_tasks = {task.name: task for task in tasks(select("fedgloss", "8"))[0]}
+    assert drawn.folder == "fedgloss_8" and all(table_tasks[task.name] == task for task in figure_tasks(drawn))
     (eight,) = figure("fedgloss", "8")
     assert eight.folder == "fedgloss_figure_8"  # its runs measure more than those of the table
 
 
 def test_settings_that_are_tried() -> None:
-    found = figure_tasks(figure("fedgloss", "19a")[0])
-    assert [task.whole[-1] for task in found[:4]] == ["--trainer.local_epochs=1"] * 4
-    assert [[word for word in task.whole if "rho=" in word] for task in found[:4]] == [
+    runs = figure_tasks(figure("fedgloss", "19a")[0])
+    assert [task.whole[-1] for task in runs[:4]] == ["--trainer.local_epochs=1"] * 4
+    assert [[word for word in task.whole if "rho=" in word] for task in runs[:4]] == [
         ["--model.rho=0.01"], ["--model.rho=0.05"], ["--model.rho=0.1"], ["--model.rho=0.2"],
     ]  # fmt: skip
     epochs = [task for task in figure_tasks(figure("fedsmoo", "4")[0]) if task.setting and task.setting[0] == "epochs"]
@@ -80,9 +80,9 @@ def test_pictures_of_rows_and_columns() -> None:
     both = panels({task: [] for task in figure_tasks(figure("fedgloss", "8")[0])})
     assert list(both) == ["CIFAR10, alpha=0.05", "CIFAR100, alpha=0.5"]
     columns = panels({task: [] for task in figure_tasks(figure("fedsam", "2a")[0])})
-    assert {title: list(of) for title, of in columns.items()} == {"": ["alpha=0", "alpha=0.5", "alpha=1000"]}
-    one = replace(figure("fedsam", "1")[0], runs=(Selection("2", "FedAvg", "CIFAR10,alpha=0,5/100,E=1"),))
-    assert {title: list(of) for title, of in panels({task: [] for task in figure_tasks(one)}).items()} == {
+    assert {title: list(panel) for title, panel in columns.items()} == {"": ["alpha=0", "alpha=0.5", "alpha=1000"]}
+    single = replace(figure("fedsam", "1")[0], runs=(Selection("2", "FedAvg", "CIFAR10,alpha=0,5/100,E=1"),))
+    assert {title: list(panel) for title, panel in panels({task: [] for task in figure_tasks(single)}).items()} == {
         "": ["FedAvg"]
     }
 

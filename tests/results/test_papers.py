@@ -126,11 +126,11 @@ def test_numbers_that_two_tables_print_agree() -> None:
         return {cell.heterogeneity: cell.value for cell in cells if cell.participation in ("5/100", "10/100")}
 
     full = acc("2", "CIFAR10", "FedGMT")
-    for other in (
+    for subset in (
         acc("3", "CIFAR10", "FedGMT"),
         *(acc("4", "CIFAR10", f"FedGMT {x}") for x in ("gamma=1", "ema_alpha=0.95")),
     ):
-        assert other.items() <= full.items()
+        assert subset.items() <= full.items()
     assert acc("8", "CIFAR10", "FedSMOO", "fedsmoo").items() <= acc("1", "CIFAR10", "FedSMOO", "fedsmoo").items()
     for dataset in ("CIFAR10", "CIFAR100"):
         static, all_ = (
@@ -151,6 +151,6 @@ def test_repeated_table() -> None:
     """Table 7 of FedGloSS repeats numbers of its Table 3."""
     repeated = find(paper="fedgloss", table="7")
     for cell in repeated:
-        here = {name: getattr(cell, name) for name in COLUMNS if name != "table"}
-        (other,) = find(**here, table="3")
-        assert (other.printed, other.value) == (cell.printed, cell.value), cell
+        key = {name: getattr(cell, name) for name in COLUMNS if name != "table"}
+        (original,) = find(**key, table="3")
+        assert (original.printed, original.value) == (cell.printed, cell.value), cell

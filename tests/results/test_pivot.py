@@ -16,9 +16,9 @@ from tests.runs import cli
 
 
 def sweep(root: Path, values: dict[tuple[float, float, int], list[float]]) -> Path:
-    """Runs by lr, rho and batch size, with the accuracies of their seeds."""
-    for i, ((lr, rho, batch), of) in enumerate(values.items()):
-        for seed, value in enumerate(of):
+    """Writes runs by lr, rho and batch size, with the accuracies of their seeds."""
+    for i, ((lr, rho, batch), accuracies) in enumerate(values.items()):
+        for seed, value in enumerate(accuracies):
             folder = configured(root / f"{i}_seed_{seed}" / "version_0", {6: value}, seed=seed, lr=lr)
             config = yaml.safe_load((folder / "config.yaml").read_text())
             config["model"]["init_args"]["ascent"] = {"class_path": "SAM", "init_args": {"rho": rho}}
@@ -29,21 +29,21 @@ def sweep(root: Path, values: dict[tuple[float, float, int], list[float]]) -> Pa
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A grid of two by two settings, of which one cell is missing and one has diverged with one of its seeds."""
+    """Writes a grid of two by two settings; one cell is missing, and one has diverged with one of its seeds."""
     values = {(0.1, 1e-2, 8): [0.5, 0.75], (0.1, 1e-1, 8): [0.5, math.nan], (10.0, 1e-2, 8): [0.25, 0.5]}
     return sweep(tmp_path / "runs", values)
 
 
 @pytest.mark.slow
 def test_numbers_by_hand(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = pivot(compare([runs]), "lr,rho")
-    assert found.heads == ["lr", "rho\u00a00.01", "rho\u00a00.1"]
-    assert found.text() == [["0.1", "0.6250", "0.5000 (1 of 2)"], ["10", "0.3750", ""]]
-    assert found.best == "best mean: lr = 0.1, rho = 0.01, 0.6250"  # by the same on both seeds
-    files = found.files()
+    table = pivot(compare([runs]), "lr,rho")
+    assert table.heads == ["lr", "rho\u00a00.01", "rho\u00a00.1"]
+    assert table.text() == [["0.1", "0.6250", "0.5000 (1 of 2)"], ["10", "0.3750", ""]]
+    assert table.best == "best mean: lr = 0.1, rho = 0.01, 0.6250"  # by the same on both seeds
+    files = table.files()
     assert files["pivot.csv"] == "lr,rho 0.01,rho 0.1\r\n0.1,0.625,0.5\r\n10,0.375,nan\r\n"
     assert r"0.1 & \textbf{62.50} & 50.00 (1 of 2) \\" in str(files["pivot.tex"])
-    texts = found.plot().axes[0].texts
+    texts = table.plot().axes[0].texts
     assert [(text.get_text(), text.get_weight()) for text in texts] == [
         ("0.625", "bold"), ("0.500", "normal"), ("0.375", "normal"),
     ]  # fmt: skip
@@ -57,9 +57,9 @@ def test_numbers_by_hand(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_values_that_differ_in_the_fifth_digit_are_rows_of_their_own(tmp_path: Path) -> None:
     runs = sweep(tmp_path, {(0.1, 0.10001, 8): [0.9], (0.1, 0.10004, 8): [0.1], (0.2, 0.2, 8): [0.5]})
-    found = pivot(compare([runs]), "rho,lr")
-    assert found.text() == [["0.10001", "0.9000", ""], ["0.10004", "0.1000", ""], ["0.2", "", "0.5000"]]
-    assert found.best.startswith("best mean: rho = 0.10001, lr = 0.1, 0.9000")
+    table = pivot(compare([runs]), "rho,lr")
+    assert table.text() == [["0.10001", "0.9000", ""], ["0.10004", "0.1000", ""], ["0.2", "", "0.5000"]]
+    assert table.best.startswith("best mean: rho = 0.10001, lr = 0.1, 0.9000")
 
 
 def test_other_settings_are_averaged_and_paired(tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def test_other_settings_are_averaged_and_paired(tmp_path: Path) -> None:
         for rho in (0.01, 0.02)
         for batch in (8, 16)
     }
-    found = pivot(compare([sweep(tmp_path, values)]), "lr,rho")
-    assert found.others == ["batch_size"] and found.title == "server/test/acc, mean over seeds, batch_size"
-    assert found.text() == [["0.1", "0.7300", "0.7400"], ["0.2", "0.8300", "0.8400"]]
-    assert found.best.endswith("0.8400")  # of both batch sizes, so by more than these move it
+    table = pivot(compare([sweep(tmp_path, values)]), "lr,rho")
+    assert table.others == ["batch_size"] and table.title == "server/test/acc, mean over seeds, batch_size"
+    assert table.text() == [["0.1", "0.7300", "0.7400"], ["0.2", "0.8300", "0.8400"]]
+    assert table.best.endswith("0.8400")  # of both batch sizes, so by more than these move it
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def provenance(changes: str = "") -> dict[str, Any]:
     start = {"date": "2026-01-02T03:04:05+00:00", "round": 0, "command": "fl-lightning fit --x <y>", "machine": machine}
     start |= {"versions": {"python": "3.12"}, "engine": "graphed", "precision": "32-true"}
     again = {**start, "round": 3, "command": "fl-lightning fit --ckpt_path last"}
-    starts = [{**each, "code": {"working folder": None, "package": code}} for each in (start, again)]
+    starts = [{**entry, "code": {"working folder": None, "package": code}} for entry in (start, again)]
     return {"starts": starts, "changes": {"abc": changes} if changes else {}}
 
 
@@ -89,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run_folders(root: Path) -> Path:
-    """Two configs, one with two seeds, and everything that a run folder may hold."""
+    """Writes two configs, one with two seeds, and everything that a run folder may hold."""
     one = configured(root / "FedAvg" / "version_0", {3: 0.5, 6: 0.5}, lambdas={3: 90.0, 6: 2.0})
     configured(root / "FedAvg" / "version_1", {3: 0.5, 6: 0.75}, seed=1, lambdas={3: 50.0, 6: 3.0})
     two = configured(root / "a <b> & c" / "version_0", {3: 0.8, 6: 0.9}, lr=0.2)
@@ -100,10 +100,10 @@ def run_folders(root: Path) -> Path:
     (one / "client_evaluation.csv").write_text(f"round,client,samples,acc,loss,local_acc,local_loss\n{rows}")
     lines = [{"round": t, "seed": 0, **measurement("lambda_max", 9.0 / t)} for t in (3, 6)]
     (one / "flatness.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut sh')
-    found = [measurement("lambda_1", 4.0, details={"eigenvalues": [1.0, 4.0]})]
-    found += [measurement("density_mean", 0.1, details={"grid": [0, 1], "density": [1.0, 0.0], "sigma": [1]})]
+    measurements = [measurement("lambda_1", 4.0, details={"eigenvalues": [1.0, 4.0]})]
+    measurements += [measurement("density_mean", 0.1, details={"grid": [0, 1], "density": [1.0, 0.0], "sigma": [1]})]
     for name, content in (
-        ("flatness/flatness.json", {"round": 6, "measurements": found}),
+        ("flatness/flatness.json", {"round": 6, "measurements": measurements}),
         ("reproduction.json", [{**CELL, "algorithm": "FedAvg", "metric": "acc", "fraction": 0.01}]),
     ):
         (one / name).parent.mkdir(exist_ok=True)
@@ -123,51 +123,51 @@ def files(folder: Path) -> tuple[Runs, list[Column]]:
 
 
 def test_what_a_diverged_model_has_measured_is_read_and_not_drawn(folder: Path) -> None:
-    one = folder / "FedAvg" / "version_0"
-    names = {"eigenvalues": [math.nan, 1.0], "density": [math.inf], "grid": [math.nan]}
-    line = {"round": 6, "seed": 0, **measurement("lambda_1", math.nan, details={**names, "clients": {"0": math.nan}})}
-    (one / "flatness.jsonl").write_text(json.dumps(line) + "\n")
-    (one / "flatness" / "flatness.json").unlink()
-    runs = [run for _, found in files(folder)[0] for run in found]
+    diverged = folder / "FedAvg" / "version_0"
+    details = {"eigenvalues": [math.nan, 1.0], "density": [math.inf], "grid": [math.nan]}
+    line = {"round": 6, "seed": 0, **measurement("lambda_1", math.nan, details={**details, "clients": {"0": math.nan}})}
+    (diverged / "flatness.jsonl").write_text(json.dumps(line) + "\n")
+    (diverged / "flatness" / "flatness.json").unlink()
+    runs = [run for _, members in files(folder)[0] for run in members]
     assert not spectra(runs) and not densities(runs)
-    assert len(read_measurements(one)) == 1
+    assert len(read_measurements(diverged)) == 1
 
 
 def test_each_spectrum_of_a_run_has_its_own_line(folder: Path) -> None:
-    one = folder / "FedAvg" / "version_0"
+    run_folder = folder / "FedAvg" / "version_0"
     kinds = ({"operator": "fisher"}, {"operator": "fisher", "parameters": "head.*"}, {"merged": True})
     settings: list[dict[str, Any]] = [{"operator": "hessian", **kind} for kind in ({}, *kinds)]
-    found = [
+    measurements = [
         measurement(f"{k}", 4.0, settings=setting, details={"eigenvalues": [k]}) for k, setting in enumerate(settings)
     ]
     test = measurement("4", 4.0, settings=settings[0], data="test set", details={"eigenvalues": [4]})
-    path = one / "flatness" / "flatness.json"
-    path.write_text(json.dumps({"round": 6, "measurements": found}))
-    runs = [run for _, of in files(folder)[0] for run in of]
+    path = run_folder / "flatness" / "flatness.json"
+    path.write_text(json.dumps({"round": 6, "measurements": measurements}))
+    runs = [run for _, members in files(folder)[0] for run in members]
     assert list(spectra(runs).values()) == [[0], [1], [2], [3]]
     ends = [label.removeprefix("FedAvg, seed 0") for label in spectra(runs)]
     assert ends == ["", ", fisher", ", fisher, head.*", ", merged"]
-    path.write_text(json.dumps({"round": 6, "measurements": [*found, test]}))
-    runs = [run for _, of in files(folder)[0] for run in of]
+    path.write_text(json.dumps({"round": 6, "measurements": [*measurements, test]}))
+    runs = [run for _, members in files(folder)[0] for run in members]
     assert [label.rpartition(", ")[2] for label in spectra(runs)] == [*["training data"] * 4, "test set"]
 
 
 def test_runs_with_other_seeds_of_the_data_have_names_of_their_own(tmp_path: Path) -> None:
-    """Else one of two spectra, and its pictures, would stand in the place of the other's."""
+    """Otherwise one of two spectra, and its pictures, would stand in the place of the other's."""
     for seed in (0, 1):
-        run = configured(tmp_path / f"run_{seed}", {6: 0.5}, data_seed=seed)
-        found = {"round": 6, "measurements": [measurement("lambda_1", 4.0, details={"eigenvalues": [1.0 + seed]})]}
-        (run / "flatness").mkdir()
-        (run / "flatness" / "flatness.json").write_text(json.dumps(found))
+        folder = configured(tmp_path / f"run_{seed}", {6: 0.5}, data_seed=seed)
+        content = {"round": 6, "measurements": [measurement("lambda_1", 4.0, details={"eigenvalues": [1.0 + seed]})]}
+        (folder / "flatness").mkdir()
+        (folder / "flatness" / "flatness.json").write_text(json.dumps(content))
     (group,) = compare(tmp_path)
     runs = read_group(group)
-    assert [each.label.partition(", ")[2] for each in runs] == ["seed 0, data seed 0", "seed 0, data seed 1"]
+    assert [run.label.partition(", ")[2] for run in runs] == ["seed 0, data seed 0", "seed 0, data seed 1"]
     assert [*spectra(runs).values()] == [[1.0], [2.0]]
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of the folder that `reported` names."""
+    """Writes the report of the folder that `reported` names."""
     out = tmp_path_factory.mktemp("report") / "out" / "report.html"
     out.parent.mkdir()
     cli("report", str(run_folders(reported(out))), "--target=0.6", "--last=1", f"--out={out.parent}")
@@ -181,14 +181,14 @@ def reported(page: Path) -> Path:
 @pytest.mark.slow
 def test_valid_and_without_an_outside_address(page: Path) -> None:
     text = page.read_text()
-    found = Page(text)
-    assert len(found.ids) == len(set(found.ids)) and "spectra" in found.ids
-    links = [value for name, value in found.attributes if name in ("href", "srcset", "action", "xlink:href")]
+    parsed = Page(text)
+    assert len(parsed.ids) == len(set(parsed.ids)) and "spectra" in parsed.ids
+    links = [value for name, value in parsed.attributes if name in ("href", "srcset", "action", "xlink:href")]
     links += re.findall(r"url\((.*?)\)", text)
     inside = [link for link in links if link and not link.startswith("data:image/png;base64,")]
     assert inside and {link[:1] for link in inside} == {"#"}
-    assert {link[1:] for link in inside} <= {*found.ids}
-    assert all(str(value).startswith("data:image/png;base64,") for name, value in found.attributes if name == "src")
+    assert {link[1:] for link in inside} <= {*parsed.ids}
+    assert all(str(value).startswith("data:image/png;base64,") for name, value in parsed.attributes if name == "src")
     assert "http" not in text.replace("http-equiv", "") and "@import" not in text
     assert "default-src 'none'" in text  # the browser itself refuses all addresses
     assert len(text) < 1.5e6
@@ -196,7 +196,7 @@ def test_valid_and_without_an_outside_address(page: Path) -> None:
 
 @pytest.mark.slow
 def test_numbers_are_those_of_the_tables(page: Path) -> None:
-    found = Page(page.read_text())
+    parsed = Page(page.read_text())
     runs, shown = files(reported(page))
     with (page.parent / "curves.csv").open(newline="") as file:
         rows = {
@@ -216,9 +216,9 @@ def test_numbers_are_those_of_the_tables(page: Path) -> None:
     for group, _ in runs:
         written = {column.head: cell(group, column) for column in shown}
         tables = [
-            dict(zip(found.cells[i], row, strict=True))
+            dict(zip(parsed.cells[i], row, strict=True))
             for i in (0, 3)
-            for row in found.cells[i + 1 : i + 3]
+            for row in parsed.cells[i + 1 : i + 3]
             if row[: len(label(group))] == label(group)
         ]
         assert label(group) == [group.settings["lr"]]
@@ -228,23 +228,23 @@ def test_numbers_are_those_of_the_tables(page: Path) -> None:
 @pytest.mark.slow
 def test_everything_a_run_folder_holds(page: Path) -> None:
     text = page.read_text()
-    found = Page(text)
-    named = [value for name, value in found.attributes if name in ("aria-label", "alt")]
-    drawn = [title for title, *_ in chain.from_iterable(draw(*files(reported(page))).values())]
+    parsed = Page(text)
+    labels = [value for name, value in parsed.attributes if name in ("aria-label", "alt")]
+    titles = [title for title, *_ in chain.from_iterable(draw(*files(reported(page))).values())]
     pictures = [f"FedAvg, seed 0 · {kind}/{kind}.png" for kind in ("interpolate", "landscape")]
-    assert {*drawn, *pictures} <= {*named} and {"Global model", "Local models", "test accuracy"} <= {*drawn}
-    assert text.count("<figure>") == len(drawn) + len(pictures)
-    assert {"per-client", "tradeoff", "spectra", "landscapes", "partitions"} <= {*found.ids}
-    assert sum("clients: FedAvg, seed 0" in title for title in drawn) == 1
-    rows = {tuple(row[:3]): row for row in found.cells}
+    assert {*titles, *pictures} <= {*labels} and {"Global model", "Local models", "test accuracy"} <= {*titles}
+    assert text.count("<figure>") == len(titles) + len(pictures)
+    assert {"per-client", "tradeoff", "spectra", "landscapes", "partitions"} <= {*parsed.ids}
+    assert sum("clients: FedAvg, seed 0" in title for title in titles) == 1
+    rows = {tuple(row[:3]): row for row in parsed.cells}
     paper = rows["FedAvg", "fedgloss", "3"]
     assert paper[5:8] == ["acc", "1 %", "62.50 ± 17.68"] and float(paper[9]) == pytest.approx(
         62.5 - float(paper[8].split()[0]), abs=0.01
     )
     assert rows["FedAvg, seed 0", "lambda_max", "1.5"][-1] == "during the run, after round 6"
-    assert ["lr" in row[0] for row in found.cells if row[:1] == ["model.lr"]] == [True]
+    assert ["lr" in row[0] for row in parsed.cells if row[:1] == ["model.lr"]] == [True]
     assert "fl-lightning fit --x &lt;y&gt;" in text and "&lt;/script&gt;&lt;b&gt;" in text and "mine.py" in text
-    assert sum(row[2:3] == ["3"] and "last" in row[-1] for row in found.cells) == 1  # the resumption
+    assert sum(row[2:3] == ["3"] and "last" in row[-1] for row in parsed.cells) == 1  # the resumption
 
 
 @pytest.mark.parametrize("name", ["provenance.json", "flatness/flatness.json", "flatness.jsonl", "reproduction.json"])
@@ -258,7 +258,7 @@ def test_a_broken_file_is_named(name: str, folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a real run, as a folder and as a file; what went wrong is one line, and nothing is written."""
+    """It reports a real run, in a folder and in a file; what went wrong is one line, and nothing is written."""
     measured = "--trainer.callbacks.metrics=[LambdaMax, ClientEvaluation]"
     run("fit", "--trainer.callbacks+=FlatnessMonitor", measured, root=tmp_path / "runs")
     cli("report", str(tmp_path / "runs"), f"--out={tmp_path / 'mine.html'}", "--target=0.01", "--figures")
@@ -266,9 +266,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = {path.name for path in (tmp_path / "mine").iterdir()}
     assert {"compare.csv", "compare.tex", "curves.csv", "partition_0.pdf", "server_test_acc.png"} <= names
     assert {"tradeoff_lambda_max.pdf", "flatness_lambda_max.pdf", "clients.pdf"} <= names
-    found = Page((tmp_path / "mine.html").read_text())
-    assert any("FedAvg-Digits" in row for row in found.cells) and {"provenance", "per-client", "clients"} <= {
-        *found.ids
+    parsed = Page((tmp_path / "mine.html").read_text())
+    assert any("FedAvg-Digits" in row for row in parsed.cells) and {"provenance", "per-client", "clients"} <= {
+        *parsed.ids
     }
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=r"^error: runs = .*empty: no run there[^\n]*$"):
@@ -304,9 +304,9 @@ def test_in_a_browser(width: int, page: Path, tmp_path: Path) -> None:
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
     options += [f"--window-size={max(width, 500)},5000", "--virtual-time-budget=20000", f"--screenshot={picture}"]
     command = [str(CHROMIUM), *options, f"--user-data-dir={tmp_path / 'profile'}", frame.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    console = re.findall(r"CONSOLE[:(]\d+\)?\] \"(.*)\", source", done.stderr)
-    assert len(console) == 1 and console[0].startswith("CHECKED "), done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    console = re.findall(r"CONSOLE[:(]\d+\)?\] \"(.*)\", source", completed.stderr)
+    assert len(console) == 1 and console[0].startswith("CHECKED "), completed.stderr
     inner, content, wide, lines, seen = json.loads(console[0].removeprefix("CHECKED ").replace('\\"', '"'))
     assert inner == content == width
     assert all(wide) and len(wide) == page.read_text().count("<figure>")

@@ -24,14 +24,14 @@ from tests.runs import metrics, run
 
 def test_summary_by_hand(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", {2: 0.5, 4: 0.8, 5: 0.6, 6: 0.7})
-    found = summarise(folder, last=3, target=0.6)
-    assert (found.metric, found.rounds, found.last, found.evaluations) == ("server/test/acc", 6, 3, 3)
-    assert found.mean == pytest.approx(0.7)
-    assert found.std == pytest.approx(0.1)
-    assert (found.best, found.best_round, found.final) == (0.8, 4, 0.7)
-    assert (found.minutes, found.bits, found.transmissions) == (3.0, 12000, 12)
-    assert (found.target_round, found.target_minutes) == (4, 2.0)  # round 3 was not evaluated, 5 fell below again
-    assert (found.target_bits, found.target_transmissions) == (8000, 8)
+    summary = summarise(folder, last=3, target=0.6)
+    assert (summary.metric, summary.rounds, summary.last, summary.evaluations) == ("server/test/acc", 6, 3, 3)
+    assert summary.mean == pytest.approx(0.7)
+    assert summary.std == pytest.approx(0.1)
+    assert (summary.best, summary.best_round, summary.final) == (0.8, 4, 0.7)
+    assert (summary.minutes, summary.bits, summary.transmissions) == (3.0, 12000, 12)
+    assert (summary.target_round, summary.target_minutes) == (4, 2.0)  # round 3 was not evaluated, 5 fell below again
+    assert (summary.target_bits, summary.target_transmissions) == (8000, 8)
 
 
 def test_targets_and_windows(tmp_path: Path) -> None:
@@ -40,13 +40,13 @@ def test_targets_and_windows(tmp_path: Path) -> None:
     never = summarise(folder, target=0.81)
     assert (never.target_round, never.target_minutes, never.target_bits) == (None, None, None)
     assert summarise(folder).target_round is None
-    whole, single = summarise(folder, last=100), summarise(folder, last=2)
-    assert (whole.last, whole.evaluations, whole.best_round) == (6, 3, 4)
+    full, single = summarise(folder, last=100), summarise(folder, last=2)
+    assert (full.last, full.evaluations, full.best_round) == (6, 3, 4)
     assert (single.evaluations, single.mean, single.std) == (1, 0.8, None)
 
 
 def test_metric_of_the_data(tmp_path: Path) -> None:
-    """What is evaluated beside the loss, whatever its name; or what is asked for."""
+    """It is what is evaluated beside the loss, whatever its name, or what is asked for."""
     folder = write(tmp_path / "run", {6: 0.4}, name="miou")
     assert summarise(folder).metric == "server/test/miou" and summarise(folder).mean == 0.4
     assert summarise(folder, metric="server/test/loss").mean == 1.0
@@ -66,18 +66,18 @@ def test_what_cannot_be_summarised(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_summary_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file, and the line on the terminal; the last ``eval_last`` rounds count."""
+    """The file and the line on the terminal have it; the last ``eval_last`` rounds count."""
     args = "--trainer.max_rounds=7 --trainer.eval_every=3 --trainer.eval_last=2 --trainer.enable_progress_bar=true"
     options = "--trainer.callbacks+=Results --trainer.callbacks.target=0.01"
     folder = run("fit", *args.split(), *options.split(), root=tmp_path)
     logged = metrics(folder)["server/test/acc"]
     assert [at for at, _ in logged] == [3, 6, 7]
-    found = json.loads((folder / "summary.json").read_text())
-    assert found == asdict(summarise(folder, target=0.01))
-    assert found["mean"] == pytest.approx((logged[1][1] + logged[2][1]) / 2)
-    assert (found["target_round"], found["target_transmissions"]) == (3, 6)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary == asdict(summarise(folder, target=0.01))
+    assert summary["mean"] == pytest.approx((logged[1][1] + logged[2][1]) / 2)
+    assert (summary["target_round"], summary["target_transmissions"]) == (3, 6)
     out = capsys.readouterr().out
-    assert f"last 2 of 7 rounds: mean test accuracy {found['mean']:.4f}" in out and "of 2 evaluations" in out
+    assert f"last 2 of 7 rounds: mean test accuracy {summary['mean']:.4f}" in out and "of 2 evaluations" in out
 
 
 def test_curves_of_long_runs_are_means(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_directions_of_another_form_are_one_line(tmp_path: Path) -> None:
 
 
 def test_one_headline_for_a_run(tmp_path: Path) -> None:
-    """The window of the config, without one of the summary, else of the run's length; at a round; of flatness."""
+    """The config sets its window, else the summary, else the run's length; there is one at a round, and of flatness."""
     folder = write(tmp_path / "run", {t: t / 100 for t in range(1, 21)}, rounds=20, lambdas={10: 9.0, 20: 1.0})
     acc, lam = "server/test/acc", "flatness/lambda_max"
     assert headline(folder, acc) == pytest.approx(0.195) and headline(folder, lam) == 1.0
@@ -138,9 +138,9 @@ def test_what_is_not_finite_neither_raises_nor_wins(worst: float, mode: Mode, tm
     broken = configured(tmp_path / "broken", {2: worst, 4: 0.5, 6: worst}, lr=0.1, lambdas={6: worst})
     seed = configured(tmp_path / "seed", {2: 0.1, 4: 0.5, 6: 0.7}, lr=0.1, seed=1, lambdas={6: 2.0})
     good = configured(tmp_path / "good", {2: 0.2, 4: 0.4, 6: 0.6}, lr=0.2, lambdas={6: 3.0})
-    found = summarise(broken, last=6, target=0.5, mode=mode)
-    assert math.isnan(found.mean) and found.std is not None and math.isnan(found.std)
-    assert (found.best, found.best_round, found.target_round) == (0.5, 4, 4)
+    summary = summarise(broken, last=6, target=0.5, mode=mode)
+    assert math.isnan(summary.mean) and summary.std is not None and math.isnan(summary.std)
+    assert (summary.best, summary.best_round, summary.target_round) == (0.5, 4, 4)
     groups = compare([broken, seed, good], mode=mode)
     mean, *_ = shown = columns(groups)
     assert [cell(group, mean, groups, Markup(best="<{}>")) for group in groups] == ["0.7000 (1 of 2)", "<0.6000>"]
@@ -155,7 +155,7 @@ def test_what_is_not_finite_neither_raises_nor_wins(worst: float, mode: Mode, tm
 
 @pytest.mark.parametrize("cut", ["2,0.5,0.2e", "2,0.5,-", "2,", "2", "2,0.5,0.12"])
 def test_a_row_that_a_crash_has_cut_short_is_left_out(cut: str, tmp_path: Path) -> None:
-    """By every reader; the last number of 2,0.5,0.12 may have been 0.1234."""
+    """Every reader leaves it out; the last number of 2,0.5,0.12 may have been 0.1234."""
     log = CSVLogger()
     log.start(tmp_path, {}, 0, About("fit", "", (), 1))
     log.log_metrics({"a": 0.5, "server/test/acc": 0.1}, 1)

@@ -14,7 +14,7 @@ def verdict(*values: tuple[int, float], loss: list[tuple[int, float]] | None = N
 
 
 def test_the_last_value_is_compared_with_the_highest_since_the_loss_has_halved() -> None:
-    """Not with the first one, of an untrained net, and not with a higher one before."""
+    """The first one, of an untrained net, does not count, nor does a higher one before."""
     text = verdict((1, 9.0), (5, 0.8), (35, 5.25), (50, 5.0), (100, 1.3))
     assert text == "flatter, lambda_max 1.3 (round 100), from 5.25 (round 35)"
     assert "neither flatter nor sharper" in verdict((5, 1.0), (100, 1.0))
@@ -38,8 +38,8 @@ def test_the_length_of_a_run_does_not_turn_it() -> None:
     ],
 )
 def test_none_qualifies(values: list[tuple[int, float]], loss: list[tuple[int, float]], text: str) -> None:
-    found = verdict(*values, loss=loss)
-    assert found.startswith("no verdict, ") and text in found
+    line = verdict(*values, loss=loss)
+    assert line.startswith("no verdict, ") and text in line
 
 
 def test_nothing_without_two_measurements() -> None:

@@ -25,7 +25,7 @@ CLAIM = {"claim": "A is better than B", "paper": "Table 1", "methods": ["A", "B"
 
 
 def made(folder: Path, rows: Mapping[str, Sequence[float]], claim: Mapping[str, Any] = CLAIM, **suite: Any) -> Path:
-    """A file of one claim, and its store, with the accuracies of each method's seeds in a column."""
+    """Writes a file of one claim, and its store, with the accuracies of each method's seeds in a column."""
     with Store.edited(folder / "rows") as store:
         for name, accuracies in rows.items():
             for seed, acc in enumerate(accuracies):
@@ -46,15 +46,15 @@ def made(folder: Path, rows: Mapping[str, Sequence[float]], claim: Mapping[str, 
 
 
 def cells(file: Path) -> list[str]:
-    """The cells of the claim: verdict, claim, paper, difference, the columns, and what it rests on."""
-    (found,) = (text for text in page(file)[0].splitlines() if "| A is better than B |" in text)
-    return [cell.strip() for cell in found.strip("|").split("|")]
+    """Returns the cells of the claim: verdict, claim, paper, difference, the columns, and what it rests on."""
+    (row,) = (line for line in page(file)[0].splitlines() if "| A is better than B |" in line)
+    return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 def apart(a: Sequence[float], n: int = 5) -> str:
-    """The difference of the first seeds to the base, by SciPy."""
-    found = ttest_rel(a[:n], BASE[:n])
-    low, high = found.confidence_interval()
+    """Returns the difference of the first seeds to the base, by SciPy."""
+    test = ttest_rel(a[:n], BASE[:n])
+    low, high = test.confidence_interval()
     mean = sum(x - y for x, y in zip(a[:n], BASE[:n], strict=True)) / n
     return f"{100 * mean:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}] pp".replace("-", "−")
 
@@ -77,52 +77,52 @@ WORSE = [2 * base - better for better, base in zip(BETTER, BASE, strict=True)]
 def test_a_verdict_is_first_and_collapsed_seeds_enter_no_mean(
     a: list[float], verdict: str, cell: str, tmp_path: Path
 ) -> None:
-    found = cells(made(tmp_path, {"c/A": a, "c/B": BASE}, collapsed=0.2))
-    assert found[0] == verdict and found[4].endswith(cell)
-    assert found[-1] == ("published settings" if a else "")
+    row = cells(made(tmp_path, {"c/A": a, "c/B": BASE}, collapsed=0.2))
+    assert row[0] == verdict and row[4].endswith(cell)
+    assert row[-1] == ("published settings" if a else "")
 
 
 def test_a_suite_that_does_not_decide_alone_leaves_a_claim_open(tmp_path: Path) -> None:
-    found = cells(made(tmp_path, {"c/A": BETTER, "c/B": BASE}, alone=False))
-    assert found[0] == "**open**, as claimed" and found[4].startswith("seen: ")
+    row = cells(made(tmp_path, {"c/A": BETTER, "c/B": BASE}, alone=False))
+    assert row[0] == "**open**, as claimed" and row[4].startswith("seen: ")
 
 
 def test_one_seed_says_nothing(tmp_path: Path) -> None:
-    found = cells(made(tmp_path, {"c/A": BETTER[:1], "c/B": BASE}))
-    assert found[0] == "**open**" and found[4] == "open: +10.00 pp, 1 seed"
+    row = cells(made(tmp_path, {"c/A": BETTER[:1], "c/B": BASE}))
+    assert row[0] == "**open**" and row[4] == "open: +10.00 pp, 1 seed"
 
 
 def test_numbers_of_a_claim_are_those_of_its_cells_in_full(tmp_path: Path) -> None:
-    (found,) = page(made(tmp_path, {"A": BETTER, "B": BASE, "C": BASE}))[1]
-    by = ttest_rel(BETTER, BASE)
+    (claim,) = page(made(tmp_path, {"A": BETTER, "B": BASE, "C": BASE}))[1]
+    test = ttest_rel(BETTER, BASE)
     assert (
-        {key: found[key] for key in CLAIM} == CLAIM and found["verdict"] == "seen" and [*found["columns"]] == ["small"]
+        {key: claim[key] for key in CLAIM} == CLAIM and claim["verdict"] == "seen" and [*claim["columns"]] == ["small"]
     )
-    numbers = found["columns"]["small"]
+    numbers = claim["columns"]["small"]
     assert (numbers["verdict"], numbers["leaning"], numbers["seeds"]) == ("seen", "seen", 5)
-    assert numbers["interval"] == pytest.approx([*by.confidence_interval()])
+    assert numbers["interval"] == pytest.approx([*test.confidence_interval()])
     assert numbers["difference"] == pytest.approx(math.fsum(BETTER) / 5 - math.fsum(BASE) / 5)
-    (found,) = page(made(tmp_path, {"A": BETTER}, {**CLAIM, "methods": ["A", "D"]}))[1]
-    assert (found["verdict"], found["columns"]) == ("open", {})  # a method that no store has
+    (claim,) = page(made(tmp_path, {"A": BETTER}, {**CLAIM, "methods": ["A", "D"]}))[1]
+    assert (claim["verdict"], claim["columns"]) == ("open", {})  # a method that no store has
 
 
 def test_a_claim_is_seen_only_where_the_runner_up_agrees(tmp_path: Path) -> None:
     rows = {"c/A": BETTER, "c/B": BASE, "c/A (runner-up)": BETTER, "c/B (runner-up)": BASE}
-    found = cells(made(tmp_path / "both", rows, kind="equal budget"))
-    assert (found[0], found[-1]) == ("**seen**", "two settings each")
-    found = cells(made(tmp_path / "one", {**rows, "c/A (runner-up)": SAME}, kind="equal budget"))
-    assert found[0] == "**open**" and found[4] == f"open, as claimed, not with the runner-up: {apart(BETTER)}"
-    found = cells(made(tmp_path / "none", {"c/A": BETTER, "c/B": BASE}, kind="equal budget"))
-    assert (found[0], found[-1]) == ("**seen**", "one setting each")
+    row = cells(made(tmp_path / "both", rows, kind="equal budget"))
+    assert (row[0], row[-1]) == ("**seen**", "two settings each")
+    row = cells(made(tmp_path / "one", {**rows, "c/A (runner-up)": SAME}, kind="equal budget"))
+    assert row[0] == "**open**" and row[4] == f"open, as claimed, not with the runner-up: {apart(BETTER)}"
+    row = cells(made(tmp_path / "none", {"c/A": BETTER, "c/B": BASE}, kind="equal budget"))
+    assert (row[0], row[-1]) == ("**seen**", "one setting each")
 
 
 @pytest.mark.slow
 def test_the_columns_of_a_claim_are_tested_together(tmp_path: Path) -> None:
     """A difference with p = 0.046 is seen alone, and not as the smallest of five."""
-    weak = [b + by for b, by in zip(BASE, (0.02, 0.01, 0.003, 0.012, 0.002), strict=True)]
+    weak = [b + gain for b, gain in zip(BASE, (0.02, 0.01, 0.003, 0.012, 0.002), strict=True)]
     assert 0.04 < ttest_rel(weak, BASE).pvalue < 0.05
     assert cells(made(tmp_path / "one", {"c/A": weak, "c/B": BASE}))[0] == "**seen**"
-    many = {f"c{k}/{name}": of for k in range(5) for name, of in (("A", weak if k == 0 else SAME), ("B", BASE))}
+    many = {f"c{k}/{name}": values for k in range(5) for name, values in (("A", weak if k == 0 else SAME), ("B", BASE))}
     assert cells(made(tmp_path / "five", many))[0] == "**not seen**"
     made(tmp_path / "one", many, alone=False)  # nor do columns that decide nothing cost those that do
     (tmp_path / "one" / "rows").rename(tmp_path / "one" / "others")
@@ -134,9 +134,9 @@ def test_the_columns_of_a_claim_are_tested_together(tmp_path: Path) -> None:
 
 def test_a_claim_on_the_difference_of_two_columns(tmp_path: Path) -> None:
     rows = {"alpha_0/A": BETTER, "alpha_0/B": BASE, "alpha_100/A": SAME, "alpha_100/B": BASE}
-    found = cells(made(tmp_path, rows, {**CLAIM, "beyond": "alpha 100"}))
-    assert found[4].startswith("seen: +10.40") and found[5] == ""  # the second column is the base
-    assert found[3] == "mean: A − B, more than at alpha 100"
+    row = cells(made(tmp_path, rows, {**CLAIM, "beyond": "alpha 100"}))
+    assert row[4].startswith("seen: +10.40") and row[5] == ""  # the second column is the base
+    assert row[3] == "mean: A − B, more than at alpha 100"
 
 
 def test_p_values_account_for_their_number_as_holm_says() -> None:
@@ -145,7 +145,7 @@ def test_p_values_account_for_their_number_as_holm_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "whole"),
+    ("verdicts", "expected"),
     [
         *[
             ("seen,open", "seen"),
@@ -156,8 +156,8 @@ def test_p_values_account_for_their_number_as_holm_says() -> None:
         *[("seen,not seen", "seen in part"), ("open,not seen,against", "against in part")],
     ],
 )
-def test_a_claims_verdict_is_what_its_deciding_columns_share(verdicts: str, whole: str) -> None:
-    assert overall(verdicts.split(",")) == whole
+def test_a_claims_verdict_is_what_its_deciding_columns_share(verdicts: str, expected: str) -> None:
+    assert overall(verdicts.split(",")) == expected
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.studies.test_store import DOCS
 
 
 def table(text: str) -> dict[str, list[str]]:
-    """The cells of a table by their first."""
+    """Returns the rows of a table by their first cell."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {cells[0]: cells for cells in lines}
 
@@ -31,19 +31,19 @@ def test_collapsed_seeds_are_named_and_enter_no_mean(tmp_path: Path) -> None:
     made(tmp_path, rows, name="small 1", collapsed=0.2, targets={"c": 0.82})
     head, ((name, text, draw),), numbers = page([tmp_path / "rows"])
     assert "Suite *small 1*: as published; 5 seeds decide." in head and name == "c"
-    found = table(text)
-    assert found["A"][1] == "4, self-reported; collapsed: 4" and found["C"][1] == "0, self-reported; collapsed: 0, 1"
-    at = {title: found["method"].index(title) for title in found["method"]}
+    cells = table(text)
+    assert cells["A"][1] == "4, self-reported; collapsed: 4" and cells["C"][1] == "0, self-reported; collapsed: 0, 1"
+    at = {title: cells["method"].index(title) for title in cells["method"]}
     assert (
-        found["A"][at["last 1 ↑"]].startswith(f"**{sum(BETTER[:4]) / 4:.4f}** ±") and found["C"][at["last 1 ↑"]] == ""
+        cells["A"][at["last 1 ↑"]].startswith(f"**{sum(BETTER[:4]) / 4:.4f}** ±") and cells["C"][at["last 1 ↑"]] == ""
     )
-    assert found["A"][at["rounds to 0.82 ↓"]] == "1 (2 of 4)"  # the others never reached it
+    assert cells["A"][at["rounds to 0.82 ↓"]] == "1 (2 of 4)"  # the others never reached it
     assert "c0ffee0; A processor, torch 2, 32-true" in text
     draw()
-    accuracies = [(name, k, acc) for name, of in rows.items() for k, acc in enumerate(of)]
-    assert [(f"{of['column']}/{of['method']}", of["seed"], of["mean"]) for of in numbers] == accuracies
-    assert [of["collapsed"] for of in numbers] == [acc <= 0.2 for _, _, acc in accuracies]
-    assert {of["equal"] for of in numbers} == {None} and numbers[3]["target_rounds"] == 1
+    accuracies = [(name, k, acc) for name, values in rows.items() for k, acc in enumerate(values)]
+    assert [(f"{row['column']}/{row['method']}", row["seed"], row["mean"]) for row in numbers] == accuracies
+    assert [row["collapsed"] for row in numbers] == [acc <= 0.2 for _, _, acc in accuracies]
+    assert {row["equal"] for row in numbers} == {None} and numbers[3]["target_rounds"] == 1
     assert numbers[0]["target_rounds"] is None  # 0.80
 
 
@@ -73,21 +73,21 @@ def test_rows_of_two_configs_of_a_method_keep_its_name_and_every_torch_is_told(t
 
 
 def test_scores_are_the_mean_of_performance_profiles() -> None:
-    """In the first column 10, 20 and never; in the second 30, 15 and 60; in the third nobody reaches the target."""
+    """Costs are 10, 20 and never in one column, 30, 15 and 60 in the next; in the third nobody reaches the target."""
     never = [math.inf] * 3
     costs: dict[str, list[list[float]]] = {
         "A": [[10] * 3, [30] * 3, never],
         "B": [[20] * 3, [15] * 3, never],
         "C": [never, [60] * 3, never],
     }
-    found = scores(costs)
+    actual = scores(costs)
     profile = {
-        name: [statistics.fmean([of[0] / 10 <= tau, of[1] / 15 <= tau, 0]) for tau in np.arange(1.0005, 4, 0.001)]
-        for name, of in {"A": (10, 30), "B": (20, 15), "C": (math.inf, 60)}.items()
+        name: [statistics.fmean([pair[0] / 10 <= tau, pair[1] / 15 <= tau, 0]) for tau in np.arange(1.0005, 4, 0.001)]
+        for name, pair in {"A": (10, 30), "B": (20, 15), "C": (math.inf, 60)}.items()
     }
     for name, values in profile.items():
-        assert found[name][0] == pytest.approx(statistics.fmean(values), abs=1e-3)
-        assert found[name] == (found[name][0],) * 3  # all seeds are alike
+        assert actual[name][0] == pytest.approx(statistics.fmean(values), abs=1e-3)
+        assert actual[name] == (actual[name][0],) * 3  # all seeds are equal
 
 
 def test_intervals_of_scores_are_those_of_the_seeds() -> None:
@@ -106,12 +106,12 @@ def test_the_page_has_scores_and_the_front_of_what_was_tried(tmp_path: Path) -> 
         ("B", "y=2", 0.6, ""),
         ("C", "", 0.75, 0.5),
     ]
-    tuning.write(tmp_path / "rows", [[*of[:3], "", of[3]] for of in tried], ["A", "B", "C"])
-    costs, found = page([tmp_path / "rows"])[0].split("were tried")
+    tuning.write(tmp_path / "rows", [[*row[:3], "", row[3]] for row in tried], ["A", "B", "C"])
+    costs, front = page([tmp_path / "rows"])[0].split("were tried")
     assert table(costs)["A"] == ["A", "1.00 [1.00, 1.00]"]  # no passes were logged
-    assert [*table(found).values()][2:] == [["A", "x=1", "0.9", "5"], ["C", "published", "0.75", "0.5"]]
-    found = page([tmp_path / "rows"], ["B"])[0].split("were tried")[1]  # C surpasses B, whether it is shown or not
-    assert [*table(found).values()][2:] == [["A", "x=1", "0.9", "5"]]
+    assert [*table(front).values()][2:] == [["A", "x=1", "0.9", "5"], ["C", "published", "0.75", "0.5"]]
+    front = page([tmp_path / "rows"], ["B"])[0].split("were tried")[1]  # C surpasses B, whether it is shown or not
+    assert [*table(front).values()][2:] == [["A", "x=1", "0.9", "5"]]
 
 
 def test_a_page_of_some_methods_says_of_them_what_the_whole_page_says(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_a_page_of_some_methods_says_of_them_what_the_whole_page_says(tmp_path: 
         for line in store.matching("c/C"):
             files = store.files(line)
             store.put(line["row"], {**files, "metrics.csv": f"{files['metrics.csv'].rpartition(',')[0]},0.1\r\n"})
-    ((_, whole, _),) = page([tmp_path / "rows"])[1]
-    ((_, some, _),) = page([tmp_path / "rows"], ["B"])[1]
-    assert "better in both means: A, C." in whole and "better in both means: A." in some
+    ((_, full, _),) = page([tmp_path / "rows"])[1]
+    ((_, selected, _),) = page([tmp_path / "rows"], ["B"])[1]
+    assert "better in both means: A, C." in full and "better in both means: A." in selected
 
 
 def test_a_target_that_nobody_reaches_has_no_scores(tmp_path: Path) -> None:
@@ -139,9 +139,12 @@ def test_critical_sharpness_orders_methods_much_as_lambda_max_does() -> None:
             continue
         pair = [row["lambda_max"], row["critical_sharpness"]]
         means.setdefault(row["column"], {}).setdefault(row["method"], []).append(pair)
-    found = {name: spearmanr([np.mean(pairs, axis=0) for pairs in of.values()]).statistic for name, of in means.items()}
-    shown = {name: round(value, 2) for name, value in found.items()}
+    correlations = {
+        name: spearmanr([np.mean(pairs, axis=0) for pairs in methods.values()]).statistic
+        for name, methods in means.items()
+    }
+    rounded = {name: round(value, 2) for name, value in correlations.items()}
     text = " ".join((DOCS / "flatness.md").read_text().split())
-    values = [shown[name] for name in ("alpha_0", "alpha_0.05", "alpha_100")]
+    values = [rounded[name] for name in ("alpha_0", "alpha_0.05", "alpha_100")]
     assert "correlation is {}, {} and {} at alpha 0, 0.05 and 100.".format(*values) in text
     assert f"means of {len(means['alpha_0.05'])} methods" in text

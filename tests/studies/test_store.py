@@ -41,7 +41,7 @@ SEEDS = [(method, seed) for method in ("FedAvg", "FedSAM") for seed in (0, 1)]
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two methods with two seeds each, of six rounds, in ``runs``, and in a store, ``rows``."""
+    """Trains two methods with two seeds each, for six rounds, in ``runs``, and adds them to a store, ``rows``."""
     root = tmp_path_factory.mktemp("study")
     args = [*DIGITS, "--trainer.max_rounds=6", "--trainer.eval_every=3", "--seeds=0,1"]
     for model, more in (("FedAvg", []), ("FedSAM", [MEASURE])):
@@ -55,7 +55,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(study: Path, tmp_path: Path) -> Path:
-    """The store, to be changed."""
+    """Returns a copy of the store, to be changed."""
     return Path(shutil.copytree(study / "rows", tmp_path / "rows"))
 
 
@@ -80,40 +80,40 @@ def test_a_row_is_its_run_again_without_checkpoints_and_machine(study: Path, tmp
         assert yaml.safe_load((row / "config.yaml").read_text()) == portable(
             yaml.safe_load((run / "config.yaml").read_text())
         )
-        kept = json.loads((row / "row.json").read_text())
-        assert (kept["method"], kept["rounds"], kept["seed"], kept["checks"]) == (method, 6, seed, [])
-        assert kept["starts"][0]["engine"] == "sequential"
+        record = json.loads((row / "row.json").read_text())
+        assert (record["method"], record["rounds"], record["seed"], record["checks"]) == (method, 6, seed, [])
+        assert record["starts"][0]["engine"] == "sequential"
 
 
 @pytest.mark.slow
 def test_bytes_of_a_store_are_those_of_its_rows(study: Path, tmp_path: Path) -> None:
-    """Whether rows are added together, one by one, or twice."""
+    """It does not matter whether rows are added together, one by one, or twice."""
     for method, seed in [*SEEDS, SEEDS[0], SEEDS[-1]]:
         store = Store(tmp_path / "rows")
         (line,) = Store(study / "rows").matching(f"{method}/seed_{seed}")
         store.put(line["row"], Store(study / "rows").files(line))
         store.write()
-        for before in Store(tmp_path / "rows").lines:
-            made = Store(study / "rows")
-            assert Store(tmp_path / "rows").files(before) == made.files(*made.matching(before["row"]))
+        for earlier in Store(tmp_path / "rows").lines:
+            reference = Store(study / "rows")
+            assert Store(tmp_path / "rows").files(earlier) == reference.files(*reference.matching(earlier["row"]))
     for name in ("rows.jsonl", "metrics.csv.xz"):
         assert (tmp_path / "rows" / name).read_bytes() == (study / "rows" / name).read_bytes()
 
 
 @pytest.mark.slow
 def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Path, tmp_path: Path) -> None:
-    """As when two branches have added rows; a row with other weights is refused."""
+    """Two branches may have added rows; a row with other weights is refused."""
     store = Store(copy)
     store.lines[1]["about"]["checks"] = [{"same": True, "date": "2026-01-03"}]
     store.write()
-    for given in (copy, study / "rows"):
-        cli("study", "add", str(given), f"--into={tmp_path / 'both'}")
+    for source in (copy, study / "rows"):
+        cli("study", "add", str(source), f"--into={tmp_path / 'both'}")
     for name in ("rows.jsonl", "metrics.csv.xz"):
         assert (tmp_path / "both" / name).read_bytes() == (copy / name).read_bytes()
     store.lines[1]["about"]["checks"] = [{"same": False, "date": "2026-01-02"}]
     store.write()
     cli("study", "add", str(copy), f"--into={tmp_path / 'both'}")
-    assert [each["same"] for each in about(tmp_path / "both", store.lines[1]["row"])["checks"]] == [False, True]
+    assert [check["same"] for check in about(tmp_path / "both", store.lines[1]["row"])["checks"]] == [False, True]
     store.lines[2]["about"]["weights"] = "another"
     store.write()
     with pytest.raises(SystemExit, match="a row with other weights"):
@@ -122,14 +122,14 @@ def test_rows_of_another_store_are_added_with_their_checks(study: Path, copy: Pa
 
 @pytest.mark.slow
 def test_a_removed_row_takes_nothing_from_the_others(study: Path, copy: Path) -> None:
-    """Not the first one either, whose config is the base of all."""
-    whole = Store(study / "rows")
+    """Nor does the first one, whose config is the base of all."""
+    original = Store(study / "rows")
     for method, seed in SEEDS[:-1]:
         cli("study", "remove", str(copy / method / f"seed_{seed}"))
-        left = Store(copy)
-        kept = {line["row"]: left.files(line) for line in left.lines}
+        remaining = Store(copy)
+        kept = {line["row"]: remaining.files(line) for line in remaining.lines}
         assert f"{method}/seed_{seed}" not in kept
-        assert kept == {line["row"]: whole.files(line) for line in whole.lines if line["row"] in kept}
+        assert kept == {line["row"]: original.files(line) for line in original.lines if line["row"] in kept}
     assert [line["row"] for line in Store(copy).lines] == ["FedSAM/seed_1"]
 
 
@@ -138,11 +138,11 @@ def test_processes_that_add_at_once_lose_nothing(study: Path, tmp_path: Path) ->
     for k, (method, seed) in enumerate(SEEDS):
         shutil.copytree(run_of(study, method, seed), tmp_path / str(k) / method / f"seed_{seed}" / "version_0")
     add = [sys.executable, "-m", "fl_lightning", "study", "add"]
-    started = [subprocess.Popen([*add, str(tmp_path / str(k)), f"--into={tmp_path / 'rows'}"]) for k in range(4)]
-    assert [process.wait(timeout=600) for process in started] == [0] * 4
-    found, whole = Store(tmp_path / "rows"), Store(study / "rows")
-    assert {line["row"]: found.files(line) for line in found.lines} == {
-        line["row"]: whole.files(line) for line in whole.lines
+    processes = [subprocess.Popen([*add, str(tmp_path / str(k)), f"--into={tmp_path / 'rows'}"]) for k in range(4)]
+    assert [process.wait(timeout=600) for process in processes] == [0] * 4
+    store, original = Store(tmp_path / "rows"), Store(study / "rows")
+    assert {line["row"]: store.files(line) for line in store.lines} == {
+        line["row"]: original.files(line) for line in original.lines
     }
 
 
@@ -152,25 +152,25 @@ def test_all_metrics_are_one_table_for_any_program(study: Path) -> None:
         lines = [*csv.DictReader(file)]
     assert [*lines[0]][:5] == ["row", "method", "column", "seed", "round"] and len(lines) == 4 * 6
     for method, seed in SEEDS:
-        own = [line for line in lines if line["row"] == f"{method}/seed_{seed}"]
-        assert {(line["method"], line["column"], line["seed"]) for line in own} == {(method, "", str(seed))}
+        rows = [line for line in lines if line["row"] == f"{method}/seed_{seed}"]
+        assert {(line["method"], line["column"], line["seed"]) for line in rows} == {(method, "", str(seed))}
         with (run_of(study, method, seed) / "metrics.csv").open(newline="") as file:
             assert [{k: v for k, v in line.items() if v} for line in csv.DictReader(file)] == [
-                {k: v for k, v in line.items() if v and k not in ("row", "method", "column", "seed")} for line in own
+                {k: v for k, v in line.items() if v and k not in ("row", "method", "column", "seed")} for line in rows
             ]
 
 
 @pytest.mark.slow
 def test_rows_compare_as_their_runs_do(study: Path) -> None:
-    """Also in what is logged each round, and by a part of their names or a pattern."""
+    """They also do in what is logged each round, and by a part of their names or a pattern."""
     for metric in (None, "client/train/loss"):
         ours, theirs = (compare(study / name, metric=metric) for name in ("rows", "runs"))
         assert [group.runs for group in ours] == [group.runs for group in theirs]
         assert [(group.name, group.seeds) for group in ours] == [
             (name, [(0, 0), (1, 0)]) for name in ("FedAvg", "FedSAM")
         ]
-    (one,) = compare(study / "rows" / "FedSAM")
-    assert [folder.name for folder in one.folders] == ["seed_0", "seed_1"]
+    (fedsam,) = compare(study / "rows" / "FedSAM")
+    assert [folder.name for folder in fedsam.folders] == ["seed_0", "seed_1"]
     assert [group.seeds for group in compare(study / "rows" / "*" / "seed_1")] == [[(1, 0)]] * 2
     assert {group.runs[0].target for group in compare(study / "rows", reference=study / "rows" / "FedSAM")} != {None}
     assert [len(group.left_out) for group in compare(study)] == [2, 2]  # runs are found beside their store
@@ -190,13 +190,13 @@ def test_versions_of_a_name_are_rows_each(study: Path, tmp_path: Path) -> None:
 
 def test_configs_are_kept_by_what_differs() -> None:
     base = {"model": {"lr": 0.1, "parts": None}, "data": {"seed": 0}}
-    for own, kept in [
+    for config, expected in [
         (base, {}),
         ({"model": {"lr": 0.1, "parts": None}, "data": {"seed": False}}, {".data.seed": False}),
         ({"model": {"lr": 0.1}, "data": {"seed": 0}}, {".model": {"lr": 0.1}}),
         ({"data": {"seed": 0}, "model": {"lr": 0.1, "parts": None}}, None),  # the order counts, too
     ]:
-        assert changes(base, own) == ({"": own} if kept is None else kept)
+        assert changes(base, config) == ({"": config} if expected is None else expected)
 
 
 def test_a_store_is_whole_when_a_process_is_killed_between_its_two_files(tmp_path: Path) -> None:
@@ -220,16 +220,16 @@ def test_a_store_is_whole_when_a_process_is_killed_between_its_two_files(tmp_pat
 
 @pytest.mark.parametrize("text", ["a.b: 1\n", "5: 0.1\n", "x: .nan\n", "x: 1e-5  # by hand\n", "x: 2020-01-01\n"])
 def test_a_row_keeps_every_byte_of_any_files(text: str, tmp_path: Path) -> None:
-    """Keys with dots, numbers as keys, what JSON lacks, other orders of columns, and columns that are new or empty."""
+    """There are keys with dots, numbers as keys, what JSON lacks, and columns in other orders, new or empty."""
     metrics = ["round,a\r\n1,0.5\r\n", "round,b,a\r\n1,,-inf\r\n2,3,\r\n", "a,c,round\n1,,2\n"]
     files = {
         f"m/seed_{i}": {
             "config.yaml": text if i else text.replace("1", "2"),
-            "metrics.csv": of_one,
+            "metrics.csv": table,
             "row.json": json_text({"seed": i}, 1),
             "flatness/a.json": "[]\n",
         }
-        for i, of_one in enumerate(metrics)
+        for i, table in enumerate(metrics)
     }
     for names in (["m/seed_0", "m/seed_1", "m/seed_2"], ["m/seed_0"]):
         store = Store(tmp_path / "rows")
@@ -258,7 +258,7 @@ def test_a_row_trained_again_is_equal_to_the_bit(
     assert "![" in text and text.endswith("(small.json)\n")
     rows = json.loads((tmp_path / "pages" / "small.json").read_text())
     assert [(row["method"], row["seed"], row["equal"]) for row in rows] == [
-        (*each, True if each == ("FedSAM", 1) else None) for each in SEEDS
+        (*pair, True if pair == ("FedSAM", 1) else None) for pair in SEEDS
     ]
     with Image.open(tmp_path / "pages" / "small.png") as image:
         image.load()
@@ -266,7 +266,7 @@ def test_a_row_trained_again_is_equal_to_the_bit(
 
 @pytest.mark.slow
 def test_a_row_is_compared_as_far_as_it_was_trained_again(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a long one is within some minutes."""
+    """A long one is so within some minutes."""
     cli("study", "check", str(copy / "FedSAM" / "seed_0"), "--trainer.max_rounds=3")
     assert "equal to the bit in its first 3 rounds" in capsys.readouterr().out.replace("\n", " ")
     (check,) = about(copy, "FedSAM/seed_0")["checks"]
@@ -286,7 +286,7 @@ def test_a_row_of_personal_models_trained_again(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_row_knows_whether_small_values_are_good(tmp_path: Path) -> None:
-    """Which the name of the metric does not tell."""
+    """The name of the metric does not tell it."""
     folder = train("fit", "--model.metrics=[HammingDistance]", root=tmp_path / "runs")
     cli("study", "add", str(folder), f"--into={tmp_path / 'rows'}")
     (row,) = [path.parent for path in located(tmp_path / "rows")[0].rglob("row.json")]
@@ -321,16 +321,16 @@ def test_a_row_with_another_bit_is_wrong_and_the_page_says_so(copy: Path, capsys
     assert [check["same"] for check in about(copy, "FedAvg/seed_0")["checks"]] == [True, False]
     assert checked() == "2, 1 wrong"
     # the same difference counts as another processor's
-    other = about(copy, "FedAvg/seed_0")
-    other["starts"][0]["cpu"] = "another"
-    change(other)
+    record = about(copy, "FedAvg/seed_0")
+    record["starts"][0]["cpu"] = "another"
+    change(record)
     cli("study", "check", row)
     assert "which is not the row's" in capsys.readouterr().out.replace("\n", " ")
     assert checked() == "2, self-reported"
 
 
 @pytest.mark.parametrize(
-    ("checks", "found"),
+    ("checks", "expected"),
     [
         ([], None),
         (["same"], True),
@@ -350,23 +350,23 @@ def test_a_row_with_another_bit_is_wrong_and_the_page_says_so(copy: Path, capsys
     ],
 )
 def test_the_newest_check_counts_and_one_elsewhere_takes_no_equal_bits_back(
-    checks: list[str], found: bool | None, copy: Path, tmp_path: Path
+    checks: list[str], expected: bool | None, copy: Path, tmp_path: Path
 ) -> None:
     (line,) = Store(copy).matching("FedAvg/seed_0")
     extract(Store(copy).files(line), tmp_path / "row")
-    here = line["about"]["starts"][0]
+    start = line["about"]["starts"][0]
     line["about"]["checks"] = [
         {
-            **here,
-            "torch": "9.0" if "elsewhere" in each else here["torch"],
-            "same": each.startswith("same"),
-            "met": each.startswith(("same", "near")),
-            "digest": "none" if each.endswith("files") else digest(tmp_path / "row"),
+            **start,
+            "torch": "9.0" if "elsewhere" in check else start["torch"],
+            "same": check.startswith("same"),
+            "met": check.startswith(("same", "near")),
+            "digest": "none" if check.endswith("files") else digest(tmp_path / "row"),
         }
-        for each in checks
+        for check in checks
     ]
     (tmp_path / "row" / "row.json").write_text(json_text(line["about"]))
-    assert verdict(tmp_path / "row") is found
+    assert verdict(tmp_path / "row") is expected
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_damaged_stores_are_a_line(name: str, copy: Path) -> None:
 
 
 def test_two_rows_of_one_name_are_a_line(copy: Path) -> None:
-    """As a merge of two branches may leave them; to compare the last one alone would hide the other."""
+    """A merge of two branches may leave them; to compare the last one alone would hide the other."""
     store = Store(copy)
     store.lines[1]["row"] = name = store.lines[0]["row"]
     store.write()
@@ -444,16 +444,16 @@ def test_rows_with_brackets_in_their_names_are_found(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.lines = [{"row": f"{method}/seed_{seed}"} for method in ("SAM[1]", "SAM1", "SAM10") for seed in (0, 1)]
 
-    def found(name: str) -> list[str]:
+    def rows(name: str) -> list[str]:
         return [line["row"] for line in store.matching(name)]
 
-    assert found("SAM[1]") == ["SAM[1]/seed_0", "SAM[1]/seed_1"] and found("SAM[1]/seed_1") == ["SAM[1]/seed_1"]
-    assert found("SAM1") == ["SAM1/seed_0", "SAM1/seed_1"] == found("SAM[12]") and len(found(".")) == 6
-    assert found("SAM1*/seed_0") == ["SAM1/seed_0", "SAM10/seed_0"] and found("SAM") == []
+    assert rows("SAM[1]") == ["SAM[1]/seed_0", "SAM[1]/seed_1"] and rows("SAM[1]/seed_1") == ["SAM[1]/seed_1"]
+    assert rows("SAM1") == ["SAM1/seed_0", "SAM1/seed_1"] == rows("SAM[12]") and len(rows(".")) == 6
+    assert rows("SAM1*/seed_0") == ["SAM1/seed_0", "SAM10/seed_0"] and rows("SAM") == []
 
 
 def test_a_setting_absent_and_at_its_default_is_one(copy: Path) -> None:
-    """As rows of before a setting and of after it are; `SINCE` has the default of each that is not null."""
+    """Rows from before a setting and from after it differ so; `SINCE` has the default of each that is not null."""
     before = len(compare(copy))
     store = Store(copy)
     files = store.files(store.lines[0])
@@ -469,11 +469,11 @@ def test_a_setting_absent_and_at_its_default_is_one(copy: Path) -> None:
 
 
 def test_settings_that_rows_of_the_ledger_lack_are_at_defaults_that_are_known() -> None:
-    """One that a class has got since with another default than null is to be in `SINCE`."""
+    """A setting that a class has got since, with another default than null, must be in `SINCE`."""
 
     def parts(value: Any) -> Iterator[dict[str, Any]]:
-        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-            yield from parts(each)
+        for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from parts(child)
         if isinstance(value, dict) and "class_path" in value:
             yield value
 
@@ -482,7 +482,7 @@ def test_settings_that_rows_of_the_ledger_lack_are_at_defaults_that_are_known() 
             config = store.config(next(line for line in store.lines if line["method"] == method))
             for part in (part for name in ("model", "data") for part in parts({"": config[name]})):
                 kind = getattr(fl_lightning, part["class_path"].rpartition(".")[2])
-                defaults = {key: of.default for key, of in inspect.signature(kind).parameters.items()}
+                defaults = {key: parameter.default for key, parameter in inspect.signature(kind).parameters.items()}
                 for key in defaults.keys() - part["init_args"].keys():
                     if isinstance(defaults[key], str | int | float | bool | None):
                         assert defaults[key] == SINCE.get(key), (store.folder.name, method, key)
@@ -497,7 +497,7 @@ def test_page_of_claims_is_that_of_the_ledger() -> None:
 
 
 def test_rows_say_whether_they_are_thinned(study: Path) -> None:
-    """Rows of before stores were kept with their evaluated rounds alone."""
+    """Rows of earlier stores have their evaluated rounds alone."""
     assert all(line["thinned"] for line in Store(LEDGER / "agnews").lines)
     assert not any("thinned" in line for line in Store(study / "rows").lines)
 

@@ -42,7 +42,7 @@ STUDY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The study, in ``small``, and its store, ``rows``; FedSAM was trained first."""
+    """Runs the study in ``small``, with its store, ``rows``; FedSAM is trained first."""
     root = tmp_path_factory.mktemp("study")
     extract({"small/about.yaml": yaml.safe_dump(STUDY)}, root)
     run(root, "--methods=FedSAM")
@@ -55,7 +55,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(ran: Path, tmp_path: Path) -> Path:
-    """Both, to be changed."""
+    """Returns a copy of both, to be changed."""
     return Path(shutil.copytree(ran, tmp_path / "copy"))
 
 
@@ -80,8 +80,8 @@ def run(root: Path, *args: str) -> None:
     ],
 )
 def test_a_study_of_another_form_is_a_line(change: dict[str, Any], line: str, tmp_path: Path) -> None:
-    given = {key: value for key, value in {**STUDY, **change}.items() if value is not ...}
-    extract({"small/about.yaml": yaml.safe_dump(given)}, tmp_path)
+    study = {key: value for key, value in {**STUDY, **change}.items() if value is not ...}
+    extract({"small/about.yaml": yaml.safe_dump(study)}, tmp_path)
     with pytest.raises(SystemExit, match=rf"about\.yaml: {line}"):
         run(tmp_path)
     assert not (tmp_path / "runs").exists()
@@ -102,14 +102,14 @@ def test_a_study_is_tuned_trained_and_kept(ran: Path, capsys: pytest.CaptureFixt
     ]  # fmt: skip
     assert [line["method"] for line in tried(ran)] == ["FedAvg"] * 5 + ["FedSAM"] * 5
     for line in store.lines:
-        own = [each for each in tried(ran) if each["method"] == line["method"]]
-        assert [len(each["by seed"].split()) for each in own] == [2] * 5 and [each["settings"] for each in own].count(
-            ""
-        ) == 1
-        assert sorted(own, key=lambda each: -float(each["server/val/acc"])) == own
+        draws = [draw for draw in tried(ran) if draw["method"] == line["method"]]
+        assert [len(draw["by seed"].split()) for draw in draws] == [2] * 5 and [
+            draw["settings"] for draw in draws
+        ].count("") == 1
+        assert sorted(draws, key=lambda draw: -float(draw["server/val/acc"])) == draws
         config = store.config(line)
         optimizer = config["model"]["init_args"]["optimizer"]  # null is the published one
-        assert rate(chosen(own)) == (optimizer and optimizer["init_args"]["lr"])
+        assert rate(chosen(draws)) == (optimizer and optimizer["init_args"]["lr"])
         assert config["data"]["init_args"]["val_fraction"] == 0 and config["trainer"]["max_rounds"] == 2
     before = (ran / "rows" / "rows.jsonl").read_bytes()
     run(ran)
@@ -127,34 +127,36 @@ def rate(settings: dict[str, str]) -> float | None:
 
 
 def test_the_median_over_seeds_decides_and_ties_go_to_the_published_settings(tmp_path: Path) -> None:
-    """Of three seeds; a run that has diverged is worse than any other."""
+    """There are three seeds; a run that has diverged is worse than any other."""
     values: dict[str, list[float | None]] = {
         "a": [0.9, 0.9, 0.1],
         "b": [0.8, 0.8, 0.8],
         "c": [0.7, 0.89, None],
         "published": [0.7, 0.65, 0.66],
     }
-    settings: list[dict[str, Any]] = [{} if each == "published" else {"model.rho": each} for each in values]
-    runs = [[made(tmp_path / f"{each}{k}", acc) for k, acc in enumerate(of)] for each, of in values.items()]
+    settings: list[dict[str, Any]] = [{} if name == "published" else {"model.rho": name} for name in values]
+    runs = [
+        [made(tmp_path / f"{name}{k}", acc) for k, acc in enumerate(accuracies)] for name, accuracies in values.items()
+    ]
     lines = judged("FedSAM", settings, runs)
     assert [line[1] for line in lines] == ["model.rho=a", "model.rho=b", "model.rho=c", ""]
     assert [line[2] for line in lines] == [0.9, 0.8, 0.7, 0.66] and lines[2][3] == "0.7 0.89 -inf"
-    of_file = [dict(zip(HEAD, map(str, line), strict=True)) for line in lines]
-    assert chosen(of_file) == {} and chosen(of_file, 1) == {"model.rho": "a"}
+    rows = [dict(zip(HEAD, map(str, line), strict=True)) for line in lines]
+    assert chosen(rows) == {} and chosen(rows, 1) == {"model.rho": "a"}
     # the differences are 0.2, 0.25, -0.56: their mean, -0.04, is within its standard error, 0.26
-    assert chosen(of_file[1:]) == {"model.rho": "b"}  # 0.1, 0.15, 0.14: 0.13 is beyond 0.015
-    diverged = {**of_file[3], "by seed": "0.9 0.9 -inf"}
-    assert chosen([*of_file[:3], diverged]) == {"model.rho": "a"}
+    assert chosen(rows[1:]) == {"model.rho": "b"}  # 0.1, 0.15, 0.14: 0.13 is beyond 0.015
+    diverged = {**rows[3], "by seed": "0.9 0.9 -inf"}
+    assert chosen([*rows[:3], diverged]) == {"model.rho": "a"}
 
 
 def test_a_divergence_with_the_first_seed_is_read_as_it_was_written(tmp_path: Path) -> None:
     lines = [["FedSAM", "model.rho=1", 0.9, "0.9 0.9 0.9", ""], ["FedSAM", "", 0.8, "-inf 0.8 0.9", ""]]
     write(tmp_path, lines, ["FedSAM"])
-    (of_file,) = read(tmp_path).values()
-    assert [line["by seed"] for line in of_file] == [line[3] for line in lines]
-    assert chosen(of_file) == {"model.rho": "1"}
+    (rows,) = read(tmp_path).values()
+    assert [line["by seed"] for line in rows] == [line[3] for line in lines]
+    assert chosen(rows) == {"model.rho": "1"}
     write(tmp_path, [["FedAvg", "", 0.7, "0.7 0.7 0.7", ""]], ["FedAvg"])  # as after a change of the study's methods
-    assert [*read(tmp_path)] == ["FedAvg", "FedSAM"] and read(tmp_path)["FedSAM"] == of_file
+    assert [*read(tmp_path)] == ["FedAvg", "FedSAM"] and read(tmp_path)["FedSAM"] == rows
 
 
 def test_a_mistake_is_no_divergence_and_a_method_without_settings_can_be_tuned_again(tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_a_mistake_is_no_divergence_and_a_method_without_settings_can_be_tuned_a
 
 
 def made(folder: Path, acc: float | None) -> Path | None:
-    """A run folder with two evaluations."""
+    """Writes a run folder with two evaluations."""
     if acc is None:
         return None
     extract({"metrics.csv": f"round,server/val/acc\n1,{acc}\n2,{acc}\n"}, folder)
@@ -185,8 +187,8 @@ def test_points_are_those_of_all_methods_uncorrelated_and_even() -> None:
     assert torch.equal(torch.tensor(points(32, 5)), drawn)
     for column in drawn.T:
         assert (column * 32).ceil().long().unique().tolist() == list(range(1, 33))  # one in each 32nd of (0, 1]
-    others = torch.tensor(spearmanr(drawn).statistic).fill_diagonal_(0)
-    assert others.abs().max() < 0.1
+    correlations = torch.tensor(spearmanr(drawn).statistic).fill_diagonal_(0)
+    assert correlations.abs().max() < 0.1
 
 
 @pytest.mark.slow
@@ -202,19 +204,19 @@ def test_too_few_draws_are_refused(copy: Path) -> None:
 
 @pytest.mark.slow
 def test_a_removed_row_comes_back_with_the_settings_of_the_others(copy: Path) -> None:
-    """With the best draw of ``tuning.csv``, or those of the method's other rows; and the second-best as runner-up."""
-    whole = Store(copy / "rows").lines
+    """They are ``tuning.csv``'s best, or those of the method's other rows; the runner-up has the second-best."""
+    original = Store(copy / "rows").lines
     cli("study", "remove", str(copy / "rows/alpha_1/FedSAM/seed_3"))
     run(copy, "--methods=FedSAM")
     assert {line["row"]: line["about"]["weights"] for line in Store(copy / "rows").lines} == {
-        line["row"]: line["about"]["weights"] for line in whole
+        line["row"]: line["about"]["weights"] for line in original
     }
     for file in ("small", "rows"):
         extract({f"{file}/about.yaml": yaml.safe_dump({**STUDY, "runner_up": ["FedSAM"]})}, copy)
     run(copy, "--methods=FedSAM")
     store = Store(copy / "rows")
     (line,) = store.matching("alpha_1/FedSAM (runner-up)/seed_3")
-    second = rate(chosen([each for each in tried(copy) if each["method"] == "FedSAM"], 1))
+    second = rate(chosen([draw for draw in tried(copy) if draw["method"] == "FedSAM"], 1))
     assert store.config(line)["model"]["init_args"]["optimizer"]["init_args"]["lr"] == second
 
 
@@ -229,12 +231,12 @@ def test_rows_of_other_rules_are_another_suite(copy: Path) -> None:
 
 @pytest.mark.slow
 def test_an_added_row_has_the_suite_that_it_follows(copy: Path) -> None:
-    """As one that ``fit`` has trained with the study's arguments; another rate, length or seed is not the study's."""
+    """``fit`` has trained it with the study's arguments; another rate, length or seed is not the study's."""
     row = "alpha_1/FedAvg/seed_3"
     (line,) = Store(copy / "rows").matching(row)
-    best = chosen([each for each in tried(copy) if each["method"] == "FedAvg"])
+    best = chosen([draw for draw in tried(copy) if draw["method"] == "FedAvg"])
     args = [STUDY["fit"], STUDY["methods"]["FedAvg"][0], STUDY["rows"], STUDY["columns"]["alpha 1"]]
-    same = [*shlex.split(" ".join(args)), *(f"--{key}={value}" for key, value in best.items())]
+    flags = [*shlex.split(" ".join(args)), *(f"--{key}={value}" for key, value in best.items())]
     for k, (more, suite) in enumerate([
         (["--data.seed=3"], line["about"]["suite"]),
         (["--data.seed=3", "--model.optimizer=SGD", "--model.optimizer.lr=0.123"], None),
@@ -243,7 +245,7 @@ def test_an_added_row_has_the_suite_that_it_follows(copy: Path) -> None:
     ]):  # fmt: skip
         cli("study", "remove", str(copy / "rows" / row))
         place = [f"--trainer.default_root_dir={copy / f'fit{k}/alpha_1/FedAvg'}", "--trainer.name=seed_3"]
-        cli("fit", *same, "--trainer.seed=3", *more, *place)
+        cli("fit", *flags, "--trainer.seed=3", *more, *place)
         cli("study", "add", str(copy / f"fit{k}"), f"--into={copy / 'rows'}")
         assert Store(copy / "rows").matching(row)[0]["about"].get("suite") == suite
 
@@ -252,13 +254,13 @@ def test_an_added_row_has_the_suite_that_it_follows(copy: Path) -> None:
 def test_new_rows_follow_the_rules_and_leave_the_others_alone(
     ran: Path, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a pull request with a row is asked for."""
+    """This is what a pull request with a row is asked for."""
     before = Path(shutil.copytree(copy / "rows", copy / "before"))
     cli("study", "remove", str(before / "alpha_1/FedSAM/seed_3"))
     args = ["study", "check", str(copy / "rows"), f"--beyond={before}", "--count=2"]
     cli(*args)
-    said = capsys.readouterr().out.replace("\n", "")
-    assert "FedSAM/seed_3: equal to the bit" in said and "FedAvg" not in said
+    output = capsys.readouterr().out.replace("\n", "")
+    assert "FedSAM/seed_3: equal to the bit" in output and "FedAvg" not in output
     cli("study", "page", str(copy / "rows"), f"--beyond={before}")
     assert [text[:9] for text in capsys.readouterr().out.splitlines() if text.startswith("| Fed")] == [
         "| FedAvg ",
@@ -289,7 +291,7 @@ def test_a_missing_row_has_the_settings_of_a_part_in_a_list(tmp_path: Path) -> N
     study = {**STUDY, "draws": 2, "seeds": [3, 4], "ranges": zeta, "methods": methods}
     extract({"small/about.yaml": yaml.safe_dump(study)}, tmp_path)
     run(tmp_path)
-    whole = {line["row"]: line["about"]["weights"] for line in Store(tmp_path / "rows").lines}
+    weights = {line["row"]: line["about"]["weights"] for line in Store(tmp_path / "rows").lines}
     cli("study", "remove", str(tmp_path / "rows/alpha_1/MAN/seed_4"))
     run(tmp_path)
-    assert {line["row"]: line["about"]["weights"] for line in Store(tmp_path / "rows").lines} == whole
+    assert {line["row"]: line["about"]["weights"] for line in Store(tmp_path / "rows").lines} == weights

@@ -46,7 +46,7 @@ def diverging(trial: Trial, folder: Path) -> Built:
 
 def test_a_trial_whose_metric_is_not_finite_has_failed(tmp_path: Path) -> None:
     sweep = controller(tmp_path, [0.2, 0.1])
-    outcomes = {found.trial.settings["model.rho"]: found.error for found in sweep.run(diverging)}
+    outcomes = {outcome.trial.settings["model.rho"]: outcome.error for outcome in sweep.run(diverging)}
     assert outcomes == {0.1: None, 0.2: "server/test/loss = nan: not finite"}
     best = sweep.best()
     assert best is not None and best[0] == {"model.rho": 0.1}
@@ -84,9 +84,9 @@ def test_a_best_that_is_no_better_than_others_or_a_guess_says_so(
         return build(trial, folder, engine="sequential", callbacks=[Guess(accuracies[trial.settings["model.rho"]])])
 
     sweep = controller(tmp_path, [*accuracies], metric={"name": "server/test/acc", "goal": "maximize"})
-    assert sweep.doubts() == [] and all(found.error is None for found in sweep.run(guessing))
-    found = sweep.doubts()
-    assert len(found) == len(doubts) and all(map(str.startswith, found, doubts))
+    assert sweep.doubts() == [] and all(outcome.error is None for outcome in sweep.run(guessing))
+    actual = sweep.doubts()
+    assert len(actual) == len(doubts) and all(map(str.startswith, actual, doubts))
 
 
 def test_calls_on_one_folder_write_its_table_at_the_same_time(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_calls_on_one_folder_write_its_table_at_the_same_time(tmp_path: Path) ->
 def test_settings_that_are_drawn_again_are_one_trial(tmp_path: Path) -> None:
     options: dict[str, Any] = {"method": "random", "run_cap": 6}
     sweep = controller(tmp_path, [0.1, 0.2], **options)
-    found = [outcome.trial.settings["model.rho"] for outcome in sweep.run(build)]
-    assert sorted(found) == [0.1, 0.2]
+    rhos = [outcome.trial.settings["model.rho"] for outcome in sweep.run(build)]
+    assert sorted(rhos) == [0.1, 0.2]
     assert len((tmp_path / "out" / "sweep.csv").read_text().splitlines()) == 3
 
 
@@ -152,31 +152,31 @@ def test_damaged_sizes_of_batches_are_one_line(text: str, what: str, tmp_path: P
 
 @pytest.mark.parametrize(("before", "after"), [(1, 9), (9, 1)])
 def test_bayes_follows_the_jobs_and_resumes_with_others(before: int, after: int, tmp_path: Path) -> None:
-    """As many settings at a time as there are processes, at least 4; a sweep that goes on proposes what it did."""
+    """It proposes as many settings as there are processes, at least 4; a sweep that goes on proposes the same ones."""
     pytest.importorskip("optuna")
     uniform: dict[str, Any] = {
         "method": "bayes", "run_cap": 20, "parameters": {"model.rho": {"min": 0.0, "max": 1.0}},
     }  # fmt: skip
 
     def names(jobs: int, batches: int) -> list[list[str]]:
-        """The trials proposed at a time; they finish without being trained."""
-        sweep, found = controller(tmp_path, [], **uniform), list[list[str]]()
+        """Returns the trials proposed at a time; they finish without being trained."""
+        sweep, proposals = controller(tmp_path, [], **uniform), list[list[str]]()
         (tmp_path / "out").mkdir(exist_ok=True)
         propose = sweep.search.propose
 
         def proposed(n: int) -> list[dict[str, Any]]:
-            settings = propose(n) if len(found) < batches else []
-            for trial in (sweep._trial(each, 0) for each in settings):
+            settings = propose(n) if len(proposals) < batches else []
+            for trial in (sweep._trial(point, 0) for point in settings):
                 folder = tmp_path / "out" / trial.name / "version_0"
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / "summary.json").write_text("{}")
                 (folder / "metrics.csv").write_text(f"round,server/test/loss\n1,{trial.settings['model.rho']}\n")
-            found.append([sweep._trial(each, 0).name for each in settings])
+            proposals.append([sweep._trial(point, 0).name for point in settings])
             return settings
 
         sweep.search.propose = proposed  # type: ignore[method-assign]
         list(sweep.run(build, jobs))
-        return [batch for batch in found if batch]
+        return [batch for batch in proposals if batch]
 
     first = names(before, 2)
     assert [len(batch) for batch in first] == [max(before, 4)] * 2

@@ -61,12 +61,12 @@ def test_bayes_finds_a_minimum_and_answers_the_same_again() -> None:
     parameters = [Parameter.of("x", {"min": -1.0, "max": 3.0}), Parameter.of("name", {"values": ["a", "b"]})]
 
     def run() -> list[float]:
-        search, found = Bayes(parameters, 40, 0), []
+        search, values = Bayes(parameters, 40, 0), []
         while proposed := search.propose(4):
             for settings in proposed:
-                found.append((settings["x"] - 1) ** 2 + (settings["name"] == "b"))
-                search.observe(settings, found[-1])
-        return found
+                values.append((settings["x"] - 1) ** 2 + (settings["name"] == "b"))
+                search.observe(settings, values[-1])
+        return values
 
     first = run()
     assert len(first) == 40 and min(first) < 0.01
@@ -97,22 +97,22 @@ def test_what_is_not_finite_is_a_failure_for_bayes() -> None:
 def test_the_value_of_a_trial(name: str, values: list[float], expected: float | None, tmp_path: Path) -> None:
     rows = [f"{t},{value}\n" for t, value in enumerate(values, 1)]
     (tmp_path / "metrics.csv").write_text("".join(["round,server/test/acc\n", *rows]))
-    found = Objective(name, "minimize")
-    assert found.value(tmp_path) == (expected if expected is None else pytest.approx(expected))
-    assert found.value(None) is None and found.value(tmp_path / "nowhere") is None
+    objective = Objective(name, "minimize")
+    assert objective.value(tmp_path) == (expected if expected is None else pytest.approx(expected))
+    assert objective.value(None) is None and objective.value(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize(
-    ("given", "form", "key"),
+    ("entry", "form", "key"),
     [
         ({"optimizer": {"lr": {"values": [0.1]}}}, "model: {parameters: {optimizer: ...}}", "model.optimizer.lr"),
         ({"rho": {"value": 0.1}, "beta": {"min": 1, "max": 2}}, "model: {parameters: {rho: ...}}", "model.rho"),
         ({"net": {"value": {"class_path": "DigitsMLP"}}}, "model: {parameters: {net: ...}}", "model.net"),
     ],
 )
-def test_nested_parameters_without_the_word(given: Any, form: str, key: str) -> None:
+def test_nested_parameters_without_the_word(entry: Any, form: str, key: str) -> None:
     with pytest.raises(UserError) as error:
-        Parameter.of("model", given)
+        Parameter.of("model", entry)
     rule = f"nested settings stand under parameters; write {form}, or {key} as one key"
     assert str(error.value) == f"parameters.model: {rule}"
 
@@ -135,11 +135,11 @@ def sweep(tmp_path: Path, **changes: Any) -> Sweep:
 def test_a_file_as_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_DATA", "/data")
     command = ["${env}", "${interpreter}", "cli.py", "centralized", "--data.data_dir=${envvar:MY_DATA}", "${args}"]
-    found = sweep(tmp_path, command=command, program="cli.py", project="p", run_cap=3, name="n",
-                  metric={"name": "server/test/acc.max", "goal": "maximize"})  # fmt: skip
-    assert (found.name, found.command, found.args, found.run_cap) == ("n", "centralized", ("--data.data_dir=/data",), 3)
-    assert found.objective is not None and found.objective.name == "server/test/acc.max"
-    assert (found.objective.column, found.objective.sign) == ("server/test/acc", -1)
+    file = sweep(tmp_path, command=command, program="cli.py", project="p", run_cap=3, name="n",
+                 metric={"name": "server/test/acc.max", "goal": "maximize"})  # fmt: skip
+    assert (file.name, file.command, file.args, file.run_cap) == ("n", "centralized", ("--data.data_dir=/data",), 3)
+    assert file.objective is not None and file.objective.name == "server/test/acc.max"
+    assert (file.objective.column, file.objective.sign) == ("server/test/acc", -1)
     assert sweep(tmp_path).name == "mine"
 
 
@@ -199,5 +199,5 @@ def test_quantiles_rise() -> None:
     for entry, _ in THEIRS["quantiles"]:
         parameter = Parameter.of("x", entry)
         if parameter.choices is None:
-            found = [parameter.quantile(u / 20) for u in range(1, 20)]
-            assert all(a <= b for a, b in pairwise(found)), entry
+            quantiles = [parameter.quantile(u / 20) for u in range(1, 20)]
+            assert all(a <= b for a, b in pairwise(quantiles)), entry

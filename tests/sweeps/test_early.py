@@ -50,7 +50,9 @@ def stops(folder: Path, k: int, value: float, not_awaited: tuple[str, ...] = ())
 def test_a_trial_is_compared_with_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file is read once; what is not finite is the worst, and a run that somebody removes does no harm."""
     read: list[Path] = []
-    monkeypatch.setattr(metrics, "read_metrics", lambda path, of=metrics.read_metrics: read.append(path) or of(path))
+    monkeypatch.setattr(
+        metrics, "read_metrics", lambda path, real=metrics.read_metrics: read.append(path) or real(path)
+    )
     assert not stops(tmp_path, 0, 0.5)
     first = wrote(tmp_path, 0, 0.5, 0.5)
     assert not stops(tmp_path, 1, 0.4) and stops(tmp_path, 1, 0.6) and stops(tmp_path, 1, float("nan"))
@@ -99,11 +101,11 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def build_killed(of: Trial, folder: Path, engine: str, which: Trial, round: int, late: bool) -> Built:
+def build_killed(trial: Trial, folder: Path, engine: str, which: Trial, round: int, late: bool) -> Built:
     callbacks: list[Callback] = [Checkpoints(every_n_rounds=2)]
-    if of == which:
+    if trial == which:
         callbacks.append(Kill(folder / "killed", round, late))
-    return build(of, folder, engine=engine, callbacks=callbacks)
+    return build(trial, folder, engine=engine, callbacks=callbacks)
 
 
 ASKED = [trial(rho) for rho in (0.5, 0.9, 0.01, 0.7, 0.3)]
@@ -115,7 +117,7 @@ def sweep(folder: Path, make: trials.Build, jobs: int) -> None:
 
 
 def decided(folder: Path) -> dict[str, list[float]]:
-    return {of.name: [value for _, value in metrics_of(run_folder(folder, of))[ACC]] for of in ASKED}
+    return {trial.name: [value for _, value in metrics_of(run_folder(folder, trial))[ACC]] for trial in ASKED}
 
 
 @pytest.mark.long
@@ -123,10 +125,10 @@ def decided(folder: Path) -> dict[str, list[float]]:
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 def test_kills_change_no_decision(engine: str, jobs: int, tmp_path: Path) -> None:
-    """A process is killed at a bracket, before and after the decision, and between them; also the sweep's own one."""
+    """A process is killed at a bracket, before and after the decision, and between brackets; so is the sweep's own."""
     sweep(tmp_path / "whole", partial(build, engine="sequential"), 1)
-    whole = decided(tmp_path / "whole")
-    assert len({len(values) for values in whole.values()}) > 1, "some end early"
+    expected = decided(tmp_path / "whole")
+    assert len({len(values) for values in expected.values()}) > 1, "some end early"
     for n, (k, round, late) in enumerate([(1, 1, False), (1, 1, True), (2, 3, False), (3, 2, True), (4, 1, True)]):
         folder = tmp_path / str(n)
         make = partial(build_killed, engine=engine, which=ASKED[k], round=round, late=late)
@@ -134,4 +136,4 @@ def test_kills_change_no_decision(engine: str, jobs: int, tmp_path: Path) -> Non
             process = START.Process(target=sweep, args=(folder, make, jobs))
             process.start()
             process.join()
-        assert decided(folder) == {name: pytest.approx(values, abs=0.01) for name, values in whole.items()}
+        assert decided(folder) == {name: pytest.approx(values, abs=0.01) for name, values in expected.items()}

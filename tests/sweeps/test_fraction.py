@@ -13,8 +13,8 @@ from fl_lightning.results.configs import setting_of
 from fl_lightning.sweeps.reproduction import COUNTS, FACTORS, scaled
 
 
-def config(**of: Any) -> dict[str, Any]:
-    return {"trainer": {"max_rounds": 10_000, "eval_every": 100, "eval_last": 100}, "model": {"init_args": of}}
+def config(**settings: Any) -> dict[str, Any]:
+    return {"trainer": {"max_rounds": 10_000, "eval_every": 100, "eval_last": 100}, "model": {"init_args": settings}}
 
 
 def test_rounds_and_evaluations() -> None:
@@ -30,8 +30,8 @@ def test_what_else_counts_in_rounds() -> None:
         "ascent": {"class_path": "SAM", "init_args": {"rho": 0.1, "warmup": 2000}},
         "averaging": {"class_path": "SWA", "init_args": {"start": 7500, "cycle": 20}},
     }
-    found = {k: v for k, v in scaled(config(**parts), 0.1).items() if k.startswith("model")}
-    assert found == {
+    settings = {k: v for k, v in scaled(config(**parts), 0.1).items() if k.startswith("model")}
+    assert settings == {
         "model.W": 3,
         "model.ascent.warmup": 200,
         "model.averaging.start": 750,
@@ -42,10 +42,10 @@ def test_what_else_counts_in_rounds() -> None:
 
 
 def test_the_learning_rate_ends_at_the_same_value() -> None:
-    whole = config(optimizer={"init_args": {"lr_decay": 0.998}}, ema_alpha=0.95)
-    found = scaled(whole, 0.1)
-    assert found["model.optimizer.lr_decay"] ** 1000 == pytest.approx(0.998**10_000)
-    assert found["model.ema_alpha"] ** 1000 == pytest.approx(0.95**10_000)
+    original = config(optimizer={"init_args": {"lr_decay": 0.998}}, ema_alpha=0.95)
+    settings = scaled(original, 0.1)
+    assert settings["model.optimizer.lr_decay"] ** 1000 == pytest.approx(0.998**10_000)
+    assert settings["model.ema_alpha"] ** 1000 == pytest.approx(0.95**10_000)
     assert "model.optimizer.lr_decay" not in scaled(config(optimizer={"init_args": {"lr_decay": 1.0}}), 0.1)
 
 
@@ -64,6 +64,6 @@ def test_the_keys_are_settings() -> None:
         ["--model=FedAvg", "--model.averaging=EMA", "--model.optimizer.schedule=Cyclic"],
     ]
     cli = FederatedCLI("fit", "--model=FedAvg", "--model.net=DigitsMLP", "--data=Digits")
-    made = [cli.make(*part, "--model.net=DigitsMLP", "--data=Digits").trainer.config for part in parts]
+    configs = [cli.make(*part, "--model.net=DigitsMLP", "--data=Digits").trainer.config for part in parts]
     keys = {*COUNTS, *FACTORS}
-    assert {key for key in keys if any(setting_of(of, key) is not None for of in made)} == keys
+    assert {key for key in keys if any(setting_of(config, key) is not None for config in configs)} == keys

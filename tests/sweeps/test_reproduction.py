@@ -56,8 +56,8 @@ def test_what_is_not_there(asked: tuple[Any, ...], message: str) -> None:
 
 
 def test_cells_that_differ_in_their_metric_are_one_run() -> None:
-    found, reasons = tasks(select("fedgloss", "9", ["FedGloSS+SAM"]))
-    assert [[cell.metric for cell in task.cells] for task in found] == [["acc", "lambda_max"]] * 2
+    planned, reasons = tasks(select("fedgloss", "9", ["FedGloSS+SAM"]))
+    assert [[cell.metric for cell in task.cells] for task in planned] == [["acc", "lambda_max"]] * 2
     assert reasons == []
 
 
@@ -75,17 +75,17 @@ def test_cells_that_differ_in_their_metric_are_one_run() -> None:
     ],
 )
 def test_what_cannot_be_reproduced_says_so(table: tuple[Any, ...], reason: str) -> None:
-    found, reasons = tasks(select(*table))
-    assert found == [] and any(given.startswith(reason) for given in reasons), reasons
+    planned, reasons = tasks(select(*table))
+    assert planned == [] and any(text.startswith(reason) for text in reasons), reasons
 
 
 @pytest.mark.slow
 def test_every_table_has_runs_or_a_reason() -> None:
     for paper, table in dict.fromkeys((cell.paper, cell.table) for cell in find()):
         cells = select(paper, table)
-        found, reasons = tasks(cells)
-        assert found or reasons or None not in map(declared, cells)
-        names = [task.name for task in found]
+        planned, reasons = tasks(cells)
+        assert planned or reasons or None not in map(declared, cells)
+        names = [task.name for task in planned]
         assert len(set(names)) == len(names)
 
 
@@ -105,9 +105,9 @@ def test_number_of_cells_that_are_known() -> None:
 
 @pytest.mark.slow
 def test_declared_numbers_are_the_papers() -> None:
-    found = [(declared(cell), cell.value) for cell in find() if declared(cell) is not None]
-    assert len(found) == 44
-    assert [number for number, _ in found] == pytest.approx([value for _, value in found], abs=0.004)
+    pairs = [(declared(cell), cell.value) for cell in find() if declared(cell) is not None]
+    assert len(pairs) == 44
+    assert [number for number, _ in pairs] == pytest.approx([value for _, value in pairs], abs=0.004)
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ def test_declared_numbers_are_the_papers() -> None:
 def test_runs_of_fedavg_are_added_where_it_is_the_measure(
     table: tuple[str, str], rows: list[str], runs: list[str]
 ) -> None:
-    found, _ = tasks(select(*table, rows))
-    assert [task.cells[0].algorithm for task in found] == runs
-    assert len({task.name for task in found}) == len(runs)
+    planned, _ = tasks(select(*table, rows))
+    assert [task.cells[0].algorithm for task in planned] == runs
+    assert len({task.name for task in planned}) == len(runs)
 
 
 def test_each_measure_is_taken_once_and_by_the_papers_definition() -> None:
     def metrics(paper: str, table: str, row: str) -> str:
         (task, *_), _ = tasks(select(paper, table, [row]))
-        (given,) = (arg for arg in task.trials(CONFIG, 1, [0], [])[0].args if "FlatnessMonitor" in arg)
-        return given.partition("metrics: ")[2]
+        (callback,) = (arg for arg in task.trials(CONFIG, 1, [0], [])[0].args if "FlatnessMonitor" in arg)
+        return callback.partition("metrics: ")[2]
 
     assert metrics("fedgf", "2", "FedGF") == (
         "[{class_path: LPF, init_args: {scale: filter}}, LambdaMax, "
@@ -144,7 +144,7 @@ def test_each_measure_is_taken_once_and_by_the_papers_definition() -> None:
 
 
 def finished(folder: Path, accuracy: dict[int, float], units: int = 2) -> Path:
-    """A run of 6 rounds that has ended."""
+    """Writes a run of 6 rounds that has ended."""
     (write(folder, accuracy, units=units) / "summary.json").write_text("{}")
     return folder
 
@@ -162,15 +162,15 @@ def test_numbers_up_to_a_target(tmp_path: Path) -> None:
     alone = finished(tmp_path / "other" / "FedSMOO" / "seed_0" / "version_0", {6: 0.9})
     assert our_number(alone, "rounds_to_fedavg") is None and our_number(alone, "rounds@90") == 6
     (cell,) = find(paper="fedsmoo", table="3", algorithm="FedSMOO", metric="rounds@74")
-    found = line(cell, [Outcome(Trial("a", ()), mine), Outcome(Trial("b", ()), alone)])
-    assert found.values == (6, 6) and found.difference == 6 - 194
+    reached = line(cell, [Outcome(Trial("a", ()), mine), Outcome(Trial("b", ()), alone)])
+    assert reached.values == (6, 6) and reached.difference == 6 - 194
     (double,) = find(paper="fedsmoo", table="3", algorithm="FedCM", metric="cost@74")
     counted = line(replace(double, metric="cost@50"), [Outcome(Trial("c", ()), mine)])
     assert counted.values == pytest.approx((2 * 8 / 6 / 1.5,))  # two models a round in place of one and a half
     never = finished(tmp_path / "column" / "never" / "seed_0" / "version_0", {6: 0.1})
-    found = line(cell, [Outcome(Trial("c", ()), never)])
-    assert found.errors == (f"{never}: rounds@74 is not reached",)
-    assert reproduction.line_cells(found) == ["FedSMOO, rounds@74", "not reached", "194", "", "0 of 1"]
+    missed = line(cell, [Outcome(Trial("c", ()), never)])
+    assert missed.errors == (f"{never}: rounds@74 is not reached",)
+    assert reproduction.line_cells(missed) == ["FedSMOO, rounds@74", "not reached", "194", "", "0 of 1"]
 
 
 def test_eigenvalue_of_the_client_that_has_one_class_alone(tmp_path: Path) -> None:
@@ -183,19 +183,19 @@ def test_eigenvalue_of_the_client_that_has_one_class_alone(tmp_path: Path) -> No
         "details": {"clients": values},
     }  # fmt: skip
     (tmp_path / "flatness.jsonl").write_text(json.dumps(measured) + "\n")
-    found = {name: our_number(tmp_path, f"lambda_local@{name}") for name in ("cat", "airplane", "airplane2", "bird")}
-    assert found == {"cat": 8.0, "airplane": 9.0, "airplane2": 10.0, "bird": None}
+    numbers = {name: our_number(tmp_path, f"lambda_local@{name}") for name in ("cat", "airplane", "airplane2", "bird")}
+    assert numbers == {"cat": 8.0, "airplane": 9.0, "airplane2": 10.0, "bird": None}
     assert our_number(tmp_path, "lambda_global@cat") is None
     (cell,) = find(paper="fedgloss", table="1", algorithm="FedAvg", metric="lambda_local@cat")
     lines = [line(cell, [Outcome(Trial("a", ()), tmp_path)], 0.5, "--data.alpha 1 --trainer.clients_per_round 7")]
     reproduction.write_lines(lines, tmp_path)
-    said = "local models, own data of 4 clients (20), operator hessian"
+    description = "local models, own data of 4 clients (20), operator hessian"
     with_settings = ", with --data.alpha 1 --trainer.clients_per_round 7"
     text = (tmp_path / "table.md").read_text()
     assert text.startswith(f"**fedgloss, Table 1: 50 % of the rounds{with_settings}**")
-    assert f"5/100, E=1{with_settings} |" in text and text.endswith(f"- lambda_local: {said}\n")
+    assert f"5/100, E=1{with_settings} |" in text and text.endswith(f"- lambda_local: {description}\n")
     latex = (tmp_path / "table.tex").read_text()
-    assert latex.count(r"with --data.alpha 1 --trainer.clients\_per\_round 7") == 2 and said in latex
+    assert latex.count(r"with --data.alpha 1 --trainer.clients\_per\_round 7") == 2 and description in latex
     with (tmp_path / "table.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert row["settings"] == "'--data.alpha 1 --trainer.clients_per_round 7"
@@ -221,7 +221,7 @@ def test_arguments_of_the_runs() -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Task, list[Outcome]]:
-    """Two runs of 20 rounds with evaluations of 0.01 t and 0.02 t, and one that broke off."""
+    """Writes two runs of 20 rounds with evaluations of 0.01 t and 0.02 t, and one that broke off."""
     (task,), _ = tasks(select("fedgloss", "6", ["FedGloSS+SAM"], ["CIFAR10", "alpha=0"]))
     outcomes = []
     for seed in (1, 2):
@@ -239,23 +239,23 @@ def lines(task: Task, outcomes: list[Outcome]) -> list[Line]:
 
 
 def test_numbers_of_the_runs(runs: tuple[Task, list[Outcome]]) -> None:
-    found = {each.cell.metric: each for each in lines(*runs)}
-    assert found["acc"].values == pytest.approx((15.5, 31.0))  # the mean of rounds 11 to 20
-    assert found["acc@50%"].values == pytest.approx((10.0, 20.0))
-    assert found["lambda_max"].values == (3.0, 6.0)
-    assert found["acc"].difference == pytest.approx(23.25 - 83.9)
-    assert found["acc"].std == pytest.approx(15.5 / 2**0.5)
-    assert found["acc"].errors == ("training diverged",)
+    metrics = {line.cell.metric: line for line in lines(*runs)}
+    assert metrics["acc"].values == pytest.approx((15.5, 31.0))  # the mean of rounds 11 to 20
+    assert metrics["acc@50%"].values == pytest.approx((10.0, 20.0))
+    assert metrics["lambda_max"].values == (3.0, 6.0)
+    assert metrics["acc"].difference == pytest.approx(23.25 - 83.9)
+    assert metrics["acc"].std == pytest.approx(15.5 / 2**0.5)
+    assert metrics["acc"].errors == ("training diverged",)
 
 
 def test_tables(runs: tuple[Task, list[Outcome]], tmp_path: Path) -> None:
-    found = lines(*runs)
+    table_lines = lines(*runs)
     console = Console(width=100, record=True, file=(tmp_path / "terminal").open("w"))
-    console.print(reproduction.table_of(found))
+    console.print(reproduction.table_of(table_lines))
     shown = console.export_text()
     assert "fedgloss, Table 6: 0.2 % of the rounds" in shown
     assert "FedGloSS+SAM, lambda_max" in shown and "2 of 3" in shown
-    reproduction.write_lines(found, tmp_path)
+    reproduction.write_lines(table_lines, tmp_path)
     with (tmp_path / "table.csv").open(newline="") as file:
         rows = {row["metric"]: row for row in csv.DictReader(file)}
     assert float(rows["acc"]["ours"]) == pytest.approx(23.25) and rows["acc"]["value"] == "83.9"
@@ -268,6 +268,6 @@ def test_tables(runs: tuple[Task, list[Outcome]], tmp_path: Path) -> None:
 def test_run_folder_knows_its_cell(runs: tuple[Task, list[Outcome]], tmp_path: Path) -> None:
     task, _ = runs
     mark(tmp_path, task, 0.002, "--data Digits")
-    found = json.loads((tmp_path / "reproduction.json").read_text())
-    assert {(key.pop("fraction"), key.pop("settings")) for key in found} == {(0.002, "--data Digits")}
-    assert [cell for key in found for cell in find(**key)] == list(task.cells)
+    keys = json.loads((tmp_path / "reproduction.json").read_text())
+    assert {(key.pop("fraction"), key.pop("settings")) for key in keys} == {(0.002, "--data Digits")}
+    assert [cell for key in keys for cell in find(**key)] == list(task.cells)

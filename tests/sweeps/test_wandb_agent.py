@@ -61,34 +61,39 @@ class Server:
     history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     exits: dict[str, int] = field(default_factory=dict)
 
-    def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Data for a GraphQL operation."""
+    def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
+        """Returns the data for a GraphQL operation."""
         self.asked.append(operation)
         match operation:
             case "Viewer":
                 flags = json.dumps({"code_saving_enabled": False})
                 return {"viewer": {**WHO, "entity": "me", "username": "me", "flags": flags, "teams": {"edges": []}}}
             case "UpsertSweep":
-                self.sweep = given["config"]
+                self.sweep = variables["config"]
                 return {"upsertSweep": {"sweep": {"name": "s1", "project": PROJECT}, "configValidationWarnings": []}}
             case "SweepWithRuns":
                 return {"project": {"sweep": {"name": "s1", "config": self.sweep, "runs": {"edges": []}}}}
             case "CreateAgent":
                 return {"createAgent": {"agent": {"id": "a1"}}}
             case "Heartbeat":
-                commands = [] if any(json.loads(given["runState"]).values()) else [self.command()]
+                commands = [] if any(json.loads(variables["runState"]).values()) else [self.command()]
                 return {"agentHeartbeat": {"agent": {"id": "a1"}, "commands": json.dumps(commands)}}
             case "UpsertBucket":
-                told = {name: value for name, value in given.items() if value is not None}
-                inserted = given["name"] not in self.runs
-                self.runs.setdefault(given["name"], {}).update(told)
-                bucket = {"id": given["name"], "project": PROJECT, "sweepName": given["sweep"], "historyLineCount": 0}
-                return {"upsertBucket": {"bucket": {**given, **bucket}, "inserted": inserted}}
+                told = {name: value for name, value in variables.items() if value is not None}
+                inserted = variables["name"] not in self.runs
+                self.runs.setdefault(variables["name"], {}).update(told)
+                bucket = {
+                    "id": variables["name"],
+                    "project": PROJECT,
+                    "sweepName": variables["sweep"],
+                    "historyLineCount": 0,
+                }
+                return {"upsertBucket": {"bucket": {**variables, **bucket}, "inserted": inserted}}
             case "RunResumeStatus":
                 return {"model": {**PROJECT, "bucket": None}}
             case "CreateRunFiles":
-                files = [{"name": name, "uploadUrl": f"{self.url}/file/{name}"} for name in given["files"]]
-                return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": files}}
+                files = [{"name": name, "uploadUrl": f"{self.url}/file/{name}"} for name in variables["files"]]
+                return {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}
             case "ArtifactType":
                 return {"project": {"artifact": None}}
             case "CreateArtifact":  # as if it were there already
@@ -98,7 +103,7 @@ class Server:
         return {}
 
     def command(self) -> dict[str, Any]:
-        """The agent's next command."""
+        """Returns the agent's next command."""
         if not self.trials:
             return {"type": "exit"}
         args = {name: {"value": value} for name, value in self.trials.pop(0).items()}
@@ -127,14 +132,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        found: dict[str, Any] = {}
+        reply: dict[str, Any] = {}
         if self.path == "/graphql":
-            asked = json.loads(body)
-            named = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])
-            found = {"data": self.state.answer(named[1] if named else asked["query"], asked.get("variables") or {})}
+            request = json.loads(body)
+            match = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
+            reply = {"data": self.state.answer(match[1] if match else request["query"], request.get("variables") or {})}
         elif stream := re.fullmatch(r"/files/me/fl_lightning/(\w+)/file_stream", self.path):
             self.state.stream(stream[1], json.loads(body))
-        self.reply(json.dumps(found).encode())
+        self.reply(json.dumps(reply).encode())
 
     do_PUT = do_POST
 
@@ -154,7 +159,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(*trials: dict[str, Any]) -> Iterator[Server]:
-    """A server for one sweep with these trials."""
+    """Runs a server for one sweep with these trials."""
     state = Server([*trials])
     with HTTPServer(("127.0.0.1", 0), partial(Handler, state)) as server:
         state.url = f"http://127.0.0.1:{server.server_port}"
@@ -169,13 +174,13 @@ def test_the_agent_of_wandb_trains_what_the_server_asks(tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(SWEEP))
     trials = [{"model.rho": 0.05, "data.partition.alpha": 10.0}, {"model.rho": 0.1, "data.partition.alpha": 0.5}]
     with serving(*trials) as server:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        own = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "0", "NO_PROXY": "127.0.0.1"}
+        connection = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "0", "NO_PROXY": "127.0.0.1"}
         for args in (["sweep", "--project=fl_lightning", "sweep.yaml"], ["agent", "me/fl_lightning/s1"]):
-            env = {**kept, **own, "HOME": str(tmp_path), "PATH": path}
-            done = subprocess.run(["wandb", *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, done.stderr
+            env = {**inherited, **connection, "HOME": str(tmp_path), "PATH": path}
+            wandb = subprocess.run(["wandb", *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+            assert wandb.returncode == 0, wandb.stderr
     assert [name for name in server.asked if "Sweep" in name or "Agent" in name] == [
         "UpsertSweep", "SweepWithRuns", "CreateAgent",
     ]  # fmt: skip
