@@ -81,8 +81,8 @@ def _plain(P: Problem, loss: Callable[[int, int, Tensor], Loss]) -> Iterator[Ten
     for t, S in P.rounds():
         wk = {}
         for k in S:
-            own = loss(t, k, w)
-            wk[k] = P.sgd(t, k, w, lambda v, k=k, own=own: P.g(k, v, own))
+            client_loss = loss(t, k, w)
+            wk[k] = P.sgd(t, k, w, lambda v, k=k, client_loss=client_loss: P.g(k, v, client_loss))
         w = P.mean(wk)
         yield w
 

@@ -36,7 +36,7 @@ def test_cases_take_turns_and_one_that_fails_is_left_out(capsys: pytest.CaptureF
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "suite", [pytest.param(each, marks=[pytest.mark.long] * (each not in SHORT)) for each in cases.suites(True)]
+    "suite", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in cases.suites(True)]
 )
 def test_a_suite_in_small(suite: str, tmp_path: Path) -> None:
     """Each case that could be started has all numbers that a column of its table shows."""
@@ -51,13 +51,13 @@ def test_a_suite_in_small(suite: str, tmp_path: Path) -> None:
         "--out",
         tmp_path / "out.json",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     chosen, columns = cases.suites(True)[suite]
     rows = json.loads((tmp_path / "out.json").read_text())[suite]
-    left = [line.split()[0] for line in done.stderr.splitlines() if "is left out" in line]
-    assert set(left) <= {"hessian-eigenthings"}, done.stderr
-    assert {line["case"] for line in rows} == {case.name for case in chosen} - {*left}
-    assert {key for line in rows for key in line} >= {*columns} and f"| {suite} | {columns[0]} |" in done.stdout
+    left_out = [line.split()[0] for line in process.stderr.splitlines() if "is left out" in line]
+    assert set(left_out) <= {"hessian-eigenthings"}, process.stderr
+    assert {line["case"] for line in rows} == {case.name for case in chosen} - {*left_out}
+    assert {key for line in rows for key in line} >= {*columns} and f"| {suite} | {columns[0]} |" in process.stdout
 
 
 @pytest.mark.long
@@ -121,8 +121,8 @@ def short(name: str, rounds: int, **values: slice) -> None:
     """A sweep of the package with fewer values, where the program finds it first."""
     sweep = yaml.safe_load((ROOT / f"configs/sweeps/{name}.yaml").read_text())
     for key, part in values.items():
-        found = sweep["parameters"][key.replace("__", ".")]
-        found["values"] = found["values"][part]
+        parameter = sweep["parameters"][key.replace("__", ".")]
+        parameter["values"] = parameter["values"][part]
     sweep["parameters"]["trainer.max_rounds"] = {"value": rounds}
     Path("sweeps").mkdir()
     Path(f"sweeps/{name}").write_text(yaml.safe_dump(sweep))

@@ -472,9 +472,9 @@ def test_box(golden: Golden, case: str, setting: str) -> None:
 
 
 def test_every_algorithm_has_a_box() -> None:
-    made = {type(make(net=torch.nn.Linear(2, 2))).__name__ for _, make in CASES.values()}
+    names = {type(make(net=torch.nn.Linear(2, 2))).__name__ for _, make in CASES.values()}
     elsewhere = {"STildeAM"}  # tests/trainer/test_centralized.py
-    assert {entry.name for entry in entries()} - made == elsewhere
+    assert {entry.name for entry in entries()} - names == elsewhere
 
 
 @pytest.mark.sampled(quick=2)

@@ -62,9 +62,9 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     root = f"--trainer.default_root_dir={tmp_path / 'runs'}"
     args = ["--model=FedGloSS", *DIGITS, "--model.rho=0.25", "--trainer.callbacks+=FlatnessMonitor", root]
     printed = []
-    for given in (args, [f"--config={tmp_path / 'config.yaml'}"]):
+    for options in (args, [f"--config={tmp_path / 'config.yaml'}"]):
         with pytest.raises(SystemExit) as exit:
-            cli("fit", *given, "--print_config")
+            cli("fit", *options, "--print_config")
         assert exit.value.code in (0, None)
         printed.append(capsys.readouterr().out)
         (tmp_path / "config.yaml").write_text(printed[-1])
@@ -76,20 +76,20 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_whole_numbers_in_every_spelling() -> None:
-    found = FederatedCLI("fit", "--model=FedAvg", *DIGITS, "--trainer.max_rounds=1e1", "--trainer.seed=3.0").config
-    assert (found.trainer.max_rounds, found.trainer.seed) == (10, 3)
+    config = FederatedCLI("fit", "--model=FedAvg", *DIGITS, "--trainer.max_rounds=1e1", "--trainer.seed=3.0").config
+    assert (config.trainer.max_rounds, config.trainer.seed) == (10, 3)
 
 
 def test_append_adds_to_what_null_stands_for() -> None:
     """Also after settings, and to a list that is given."""
     default, key = ["LambdaMax", "Discrepancy"], "--trainer.callbacks.metrics"
     appended = [f"{key}+=Spectrum", f"{key}.k=3"]
-    for given, expected in (
+    for settings, expected in (
         ([], default),
         (["--trainer.callbacks.every_n_rounds=5"], default),
         ([f"{key}=[LPF]"], ["LPF"]),
     ):
-        args = ["--trainer.callbacks+=FlatnessMonitor", *given, *appended]
+        args = ["--trainer.callbacks+=FlatnessMonitor", *settings, *appended]
         (monitor,) = FederatedCLI("fit", "--model=FedAvg", *DIGITS, *args).config.trainer.callbacks
         measures = monitor.init_args.metrics
         assert [measure.class_path for measure in measures] == [
@@ -116,8 +116,8 @@ def test_the_arguments_that_began_a_run_continue_it(tmp_path: Path) -> None:
     one, other = (yaml.safe_load((folder / name).read_text()) for name in ("config.yaml", "config_round_2.yaml"))
     assert one["trainer"]["callbacks"] == other["trainer"]["callbacks"] and len(one["trainer"]["callbacks"]) == 2
     more = ["--trainer.callbacks+=[Curves, Trajectory]", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}"]
-    found = FederatedCLI("fit", *more).config.trainer.callbacks
-    assert [each.class_path.rpartition(".")[2] for each in found] == ["Checkpoints", "Curves", "Trajectory"]
+    callbacks = FederatedCLI("fit", *more).config.trainer.callbacks
+    assert [callback.class_path.rpartition(".")[2] for callback in callbacks] == ["Checkpoints", "Curves", "Trajectory"]
 
 
 def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path) -> None:
@@ -131,24 +131,24 @@ def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path)
     compress = {"class_path": "Compress", "init_args": {"method": "qsgd"}}
     second.write_text(yaml.safe_dump({"trainer": {"callbacks": [anew]}, "model": {"init_args": {"parts": [compress]}}}))
 
-    def made(*args: str) -> Any:
+    def parse(*args: str) -> Any:
         return FederatedCLI("fit", "--model=FedAvg", *DIGITS, *args).config
 
-    alone = made(f"--config={second}")
+    alone = parse(f"--config={second}")
     lists = f"--trainer.callbacks={[anew]}", f"--model.parts={[compress]}"
-    for given in ([f"--config={second}"], lists):
-        found = made(f"--config={first}", *given)
-        assert found.trainer.callbacks == alone.trainer.callbacks
-        assert found.model.init_args.parts == alone.model.init_args.parts
+    for settings in ([f"--config={second}"], lists):
+        config = parse(f"--config={first}", *settings)
+        assert config.trainer.callbacks == alone.trainer.callbacks
+        assert config.model.init_args.parts == alone.model.init_args.parts
     second.write_text("data:\n  augment: {class_path: ScaledCrop, init_args: {size: [3, 4]}}\n")
-    two = [f"--config={second}"] * 2  # a pair is no list
-    assert made(*two, "--data.augment.size=[4,5]").data.init_args.augment.init_args.size == (4, 5)
+    configs = [f"--config={second}"] * 2  # a pair is no list
+    assert parse(*configs, "--data.augment.size=[4,5]").data.init_args.augment.init_args.size == (4, 5)
     second.write_text("trainer: [")
     with pytest.raises(SystemExit, match=r"error: config = .*second.yaml: while parsing a flow"):
         cli("fit", f"--config={second}")
-    (kept,) = made(f"--config={first}", "--trainer.callbacks.metrics=[HessianTrace]").trainer.callbacks
-    assert kept.init_args.every_n_rounds == 5
-    assert kept.init_args.metrics == alone.trainer.callbacks[0].init_args.metrics
+    (callback,) = parse(f"--config={first}", "--trainer.callbacks.metrics=[HessianTrace]").trainer.callbacks
+    assert callback.init_args.every_n_rounds == 5
+    assert callback.init_args.metrics == alone.trainer.callbacks[0].init_args.metrics
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("config", "given", "now", "names"),
+    ("config", "args", "init_args", "names"),
     [
         ({"beta": 0.7, "use_dual": False}, [], {"beta": 10.0, "use_dual": False}, ["use_dual"]),
         ({"beta": 0.7}, ["--model.init_args.beta=0.5"], {"beta": 0.5}, []),
@@ -174,14 +174,14 @@ def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_what_is_kept_has_the_value_of_the_config(
-    config: dict[str, Any], given: list[str], now: dict[str, Any], names: list[str], tmp_path: Path
+    config: dict[str, Any], args: list[str], init_args: dict[str, Any], names: list[str], tmp_path: Path
 ) -> None:
     """False is a value, too; one that is given, dropped or another class's default is not kept."""
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump({"model": {"class_path": "FedDyn", "init_args": config}}))
-    before = model_of_configs([f"--config={path}", "--model", "FedGloSS", *given])
-    assert kept(before, {"class_path": "fl_lightning.FedGloSS", "init_args": now}) == names
-    assert kept(before, {"class_path": "fl_lightning.FedDyn", "init_args": now}) == []
+    config_model = model_of_configs([f"--config={path}", "--model", "FedGloSS", *args])
+    assert kept(config_model, {"class_path": "fl_lightning.FedGloSS", "init_args": init_args}) == names
+    assert kept(config_model, {"class_path": "fl_lightning.FedDyn", "init_args": init_args}) == []
 
 
 @pytest.mark.parametrize(("command", "split"), [("validate", "val"), ("test", "test")])
@@ -209,10 +209,10 @@ def test_validate_without_held_out_data(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_averaged_model_is_what_a_checkpoint_gives(done: Path) -> None:
     """The test above is of the average, then, not of the server's last model."""
-    found = last(done)
-    model = torch.cat([value.reshape(-1) for value in found["state_dict"].values()])
-    assert torch.equal(model, found["server"]["swa_w"])
-    assert not torch.equal(model, found["server"]["w"])
+    checkpoint = last(done)
+    model = torch.cat([value.reshape(-1) for value in checkpoint["state_dict"].values()])
+    assert torch.equal(model, checkpoint["server"]["swa_w"])
+    assert not torch.equal(model, checkpoint["server"]["w"])
 
 
 def test_flags_alone(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_composition_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(COMPOSITION))
     root = f"--trainer.default_root_dir={tmp_path}"
     cli("fit", "--config", str(tmp_path / "mine.yaml"), "--model.ascent.rho=0.2", root)
-    found = last(newest(tmp_path))
-    assert set(found["server"]) == {"w", "c", "server_v", "swa_w", "swa_n"}
+    checkpoint = last(newest(tmp_path))
+    assert set(checkpoint["server"]) == {"w", "c", "server_v", "swa_w", "swa_n"}
     config = yaml.safe_load((newest(tmp_path) / "config.yaml").read_text())
     assert config["model"]["init_args"]["ascent"]["class_path"] == "fl_lightning.ASAM"
     assert config["model"]["init_args"]["ascent"]["init_args"]["rho"] == 0.2
@@ -307,8 +307,8 @@ def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) ->
     if "FashionMNIST" in data:
         generated.fashion_mnist(tmp_path / "data", 400)
         noise = [f"--data.data_dir={tmp_path / 'data'}"]
-    instead = [] if "Digits" in data else [*noise, *small]
-    cli("fit", f"--config={config}", *instead, "--trainer.max_rounds=2", f"--trainer.default_root_dir={tmp_path}")
+    overrides = [] if "Digits" in data else [*noise, *small]
+    cli("fit", f"--config={config}", *overrides, "--trainer.max_rounds=2", f"--trainer.default_root_dir={tmp_path}")
     assert last(newest(tmp_path))["round"] == 2
 
 
@@ -316,18 +316,18 @@ def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: "-".join(path.parts[-2:]))
 def test_fragment_over_the_quickstart(fragment: Path, tmp_path: Path) -> None:
     """Presets and compositions: each is taken as it stands, and trains."""
-    quickstart, said = FOLDER / "quickstart.yaml", yaml.safe_load(fragment.read_text())
+    quickstart, settings = FOLDER / "quickstart.yaml", yaml.safe_load(fragment.read_text())
     flags = ["--trainer.max_rounds=1", "--trainer.loggers=null", "--trainer.callbacks=null", *QUIET]
     common = [f"--config={path}" for path in (fragment.with_name("common.yaml"),) if path.exists()]
     root = f"--trainer.default_root_dir={tmp_path}"
     cli("fit", f"--config={quickstart}", *common, f"--config={fragment}", *flags, root)
-    made = yaml.safe_load((newest(tmp_path) / "config.yaml").read_text())
+    config = yaml.safe_load((newest(tmp_path) / "config.yaml").read_text())
 
-    def holds(wanted: Any, found: Any) -> bool:
-        if isinstance(wanted, dict):
-            return all(holds(value, found[key]) for key, value in wanted.items())
-        if isinstance(wanted, list):
-            return len(wanted) == len(found) and all(map(holds, wanted, found))
-        return found == wanted or re.fullmatch(rf"fl_lightning\.([\w.]+\.)?{wanted}", str(found)) is not None
+    def holds(expected: Any, actual: Any) -> bool:
+        if isinstance(expected, dict):
+            return all(holds(value, actual[key]) for key, value in expected.items())
+        if isinstance(expected, list):
+            return len(expected) == len(actual) and all(map(holds, expected, actual))
+        return actual == expected or re.fullmatch(rf"fl_lightning\.([\w.]+\.)?{expected}", str(actual)) is not None
 
-    assert holds(said, made)
+    assert holds(settings, config)

@@ -64,11 +64,11 @@ def events(folder: Path, make: Callable[[], LocalObjective], **options: Any) -> 
 
 def more(after: Device, before: Device, kind: str) -> Counter[str]:
     """By how much there is more of a kind of event, by file."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for event, n in (after.events - before.events).items():
         if event.kind == kind:
-            found[event.where.partition(":")[0]] += n
-    return found
+            counts[event.where.partition(":")[0]] += n
+    return counts
 
 
 def assert_same(a: Trained, b: Trained) -> None:
@@ -99,8 +99,8 @@ def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path:
     del waits["trainer/storage/client_store.py"]  # the checkpoint at the end has more clients
     del waits["trainer/storage/checkpoint.py"]  # and the norms after one more round
     program = engine != "sequential" and phases == 1 and not kept
-    own = {} if program else {"trainer/received.py": 2 * phases}
-    assert waits == {**own, "trainer/round.py": 1}
+    phase_waits = {} if program else {"trainer/received.py": 2 * phases}
+    assert waits == {**phase_waits, "trainer/round.py": 1}
     assert not few.count("mixture") + many.count("mixture")
     checked = 6  # three steps, in the first and in the last round
     assert many.launches["graph"] == (3 * 4 * phases + checked if engine == "graphed" else 0)
@@ -189,16 +189,16 @@ def test_indices_and_draws_are_moved_once_a_cohort(monkeypatch: pytest.MonkeyPat
         module.setup()
         module.to(device.device)
         clients = [module.client_batches(k, 2, None, generator(0, "batches", k), torch.float32) for k in range(5)]
-        made = []
+        blocks = []
         for size in (minibatches.CHUNK, 1):
             monkeypatch.setattr(minibatches, "CHUNK", size)
             device.events.clear()
-            made.append([*minibatches.blocks(clients, 6, 4)])
+            blocks.append([*minibatches.blocks(clients, 6, 4)])
             assert device.count("copy") == 9  # indices, six draws, weights, active steps
             assert not device.count("wait")
-    (whole,), steps = made
-    assert len(steps) == len(whole.x) > 2
-    for name, v in vars(whole).items():
+    (block,), steps = blocks
+    assert len(steps) == len(block.x) > 2
+    for name, v in vars(block).items():
         assert torch.equal(v, torch.cat([getattr(step, name) for step in steps]))
 
 
@@ -212,7 +212,7 @@ def test_what_else_a_run_uses(case: str, tmp_path: Path) -> None:
     (make, options), device = CASES[case], Device()
     assert_same(fit(tmp_path / "device", make, device, **options), fit(tmp_path / "cpu", make, **options))
     waits = more(device, Device(), "wait")
-    assert {at: n for at, n in waits.items() if Path(at).stem in OPTIONAL} == WAITS.get(case, {})
+    assert {file: n for file, n in waits.items() if Path(file).stem in OPTIONAL} == WAITS.get(case, {})
 
 
 @pytest.mark.sampled(quick=14, slow=4)
@@ -238,9 +238,9 @@ def test_resume_on_a_device(engine: str, tmp_path: Path) -> None:
     broken = fit(tmp_path / "device", objective("SCAFFOLD"), Device(), **options)
     last = str(broken.run.folder.last)
     resumed = fit(tmp_path / "device", objective("SCAFFOLD"), Device(), ckpt_path=last, max_rounds=4, **options)
-    whole = fit(tmp_path / "cpu", objective("SCAFFOLD"), max_rounds=4, **options)
+    uninterrupted = fit(tmp_path / "cpu", objective("SCAFFOLD"), max_rounds=4, **options)
     assert resumed.run.rounds_done == 4
-    assert_same(resumed, whole)
+    assert_same(resumed, uninterrupted)
 
 
 MEASURES: dict[str, Callable[[], list[Any]]] = {
@@ -367,6 +367,6 @@ def test_a_captured_step_is_repeated_on_new_values() -> None:
             for x in xs:
                 w, m = m, w + g * x.sum(0)
             assert torch.equal(end[0], w) and torch.equal(end[1], m)
-    assert [each["capture"] for each in launches] == [1, 0, 0, 0, 1, 0]
-    assert [each["graph"] for each in launches] == list(counts)
+    assert [counter["capture"] for counter in launches] == [1, 0, 0, 0, 1, 0]
+    assert [counter["graph"] for counter in launches] == list(counts)
     assert len({sum(launches[i].values()) - counts[i] for i in (1, 2, 3, 5)}) == 1  # the same but for the steps

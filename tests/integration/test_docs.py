@@ -70,8 +70,8 @@ def test_algorithm_has_a_page(algorithm: str) -> None:
 def test_relative_links_lead_to_files(text: Path) -> None:
     prose = re.sub(r"```.*?```|`[^`\n]*`|\$[^$\n]*\$", "", text.read_text(), flags=re.DOTALL)
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in target]
-    there = [text.parent / t for t in targets if t]
-    assert [t for t in there if not t.exists() and t.resolve() not in MADE] == []
+    files = [text.parent / t for t in targets if t]
+    assert [t for t in files if not t.exists() and t.resolve() not in MADE] == []
     home = ROOT / "docs" if ROOT / "docs" in text.parents else ROOT  # the site has no file from outside of docs
     assert [t for t in targets if not (text.parent / t).resolve().is_relative_to(home)] == []
 
@@ -95,14 +95,14 @@ def test_site_asks_no_other_host() -> None:
 
 
 def test_citation_and_bibliography_name_what_the_references_have() -> None:
-    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    known = (ROOT / "docs" / "references.md").read_text()
-    addresses = [paper["url"] for paper in found["references"]]
-    assert len(addresses) == 5 and all(address in known for address in addresses)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    references = (ROOT / "docs" / "references.md").read_text()
+    addresses = [paper["url"] for paper in citation["references"]]
+    assert len(addresses) == 5 and all(address in references for address in addresses)
     entries = re.split(r"^@", (ROOT / "docs" / "references.bib").read_text(), flags=re.MULTILINE)[1:]
     keys = [re.match(r"\w+\{(\w+),\n", entry)[1] for entry in entries]  # type: ignore[index]
     assert len(keys) == len({*keys}) and all("  title = {{" in entry and "  year = {" in entry for entry in entries)
-    papers = {*re.findall(r"arxiv\.org/abs/([\d.]+)\)", known)}
+    papers = {*re.findall(r"arxiv\.org/abs/([\d.]+)\)", references)}
     assert papers - {*re.findall(r"eprint = \{([\d.]+)\}", "".join(entries))} == set()
 
 
@@ -151,9 +151,9 @@ def test_batch_script_starts_again_when_the_time_limit_is_near(
     os.utime(last, (0, 0))
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "LAST": str(last)}
     env |= {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", str(SCRIPT), *args], cwd=tmp_path, env=env)
-    run, *found = (tmp_path / "calls").read_text().splitlines()
-    assert done.returncode == code and found == calls
+    process = subprocess.run(["bash", str(SCRIPT), *args], cwd=tmp_path, env=env)
+    run, *commands = (tmp_path / "calls").read_text().splitlines()
+    assert process.returncode == code and commands == calls
     fit = (
         "fit --config configs/mine.yaml --trainer.name mine --model.rho=0.1 --trainer.num_nodes 2 --trainer.devices 4 "
         "--trainer.strategy ddp --trainer.default_root_dir runs --ckpt_path auto"
@@ -290,12 +290,12 @@ def run_commands(text: str, most: int = 1000, arguments_of: Callable[[list[str]]
     with subprocess.Popen(["bash", "-c", fds + BASH + text], pass_fds=(ask, answer)) as shell:
         os.close(ask)
         os.close(answer)
-        with os.fdopen(arguments, "rb") as said, os.fdopen(code, "w") as reply:
+        with os.fdopen(arguments, "rb") as requests, os.fdopen(code, "w") as reply:
             try:
-                while count < most and (number := read_word(said)):
-                    given = [read_word(said) for _ in range(int(number))]
+                while count < most and (number := read_word(requests)):
+                    args = [read_word(requests) for _ in range(int(number))]
                     with exits_well():
-                        cli(*arguments_of(given))
+                        cli(*arguments_of(args))
                     count += 1
                     print(0, file=reply, flush=True)
             finally:

@@ -292,9 +292,9 @@ def test_data(complaint: Complaint, args: str, parts: tuple[str, ...]) -> None:
 def test_checkpoint_of_another_run(
     complaint: Complaint, files: Path, args: str, key: str, saved: str, here: str
 ) -> None:
-    done = files / "done"
-    path = newest(done) / "checkpoints" / "last.ckpt"
-    message = complaint("fit", "--model=FedAvg", *DIGITS, *args.split(), f"--ckpt_path={path}", root=done)
+    root = files / "done"
+    path = newest(root) / "checkpoints" / "last.ckpt"
+    message = complaint("fit", "--model=FedAvg", *DIGITS, *args.split(), f"--ckpt_path={path}", root=root)
     shows(message, f"ckpt_path = {path}", key, saved, here, "resume with the run's own config.yaml")
 
 
@@ -447,10 +447,10 @@ def test_config_file(
     parts: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = {**fedavg(), "data": "Digits", **config}
+    full_config = {**fedavg(), "data": "Digits", **config}
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_module.py").write_text("# raises\n{}['x']\n")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(whole))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(full_config))
     shows(complaint("fit", f"--config={tmp_path / 'config.yaml'}"), *parts)
 
 
@@ -471,9 +471,9 @@ def test_divergence_keeps_the_last_good_round(tmp_path: Path, capsys: pytest.Cap
     assert len(message.splitlines()) == 1
     diverged = int(message.split("round ")[1].split(":")[0])
     assert diverged > 1
-    good = last(newest(tmp_path))
-    assert good["round"] == diverged - 1
-    assert all(bool(value.isfinite().all()) for value in good["state_dict"].values())
+    checkpoint = last(newest(tmp_path))
+    assert checkpoint["round"] == diverged - 1
+    assert all(bool(value.isfinite().all()) for value in checkpoint["state_dict"].values())
     capsys.readouterr()
     run("test", "--ckpt_path=last", root=tmp_path)
     assert "server/test/acc" in capsys.readouterr().out

@@ -95,8 +95,8 @@ def test_a_damaged_config_is_said_when_it_is_resumed(
     assert text.count("    batch_size: 32\n") == 1
     (folder / "config.yaml").write_text(text.replace("    batch_size: 32\n", "    batch_size: 36\n"))
     cli("fit", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}", "--trainer.max_rounds=3")
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("settings changed after round 2")]
-    assert len(said) == 1 and "data.batch_size: 32 -> 36" in said[0]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("settings changed after round 2")]
+    assert len(lines) == 1 and "data.batch_size: 32 -> 36" in lines[0]
 
 
 @pytest.mark.parametrize("file", ["metrics.csv", "summary.json"])

@@ -250,20 +250,20 @@ def test_naive_fedgloss_climbs_along_the_gradient(golden: Golden) -> None:
     spec = FlatSpec(net)
     spec.load(net, w0 + to_radius(gradient, 0.3))
     x, y = (torch.from_numpy(a) for a in golden.arrays[0])
-    own = nn.functional.cross_entropy(net(x.double()), y)
-    g = torch.cat([g.reshape(-1) for g in torch.autograd.grad(own, list(net.parameters()))])
+    client_loss = nn.functional.cross_entropy(net(x.double()), y)
+    g = torch.cat([g.reshape(-1) for g in torch.autograd.grad(client_loss, list(net.parameters()))])
     close(sent, to_radius(gradient, 0.3) - 0.1 * g)
 
 
 def test_fedgmt_v2_of_all_clients_is_fedgmt(golden: Golden) -> None:
     """Everybody takes part: a client's teacher is then the server's of the round, so the runs are the same."""
     everybody = {"sampler": ReplaySampler([[0, 1, 2, 3]] * 4), "max_rounds": 4}
-    _, one = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.5), **everybody)
-    _, two = golden.run(FedGMTv2(net=golden.net(), optimizer=WD, ema_alpha=0.5), **everybody)
+    _, v1 = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.5), **everybody)
+    _, v2 = golden.run(FedGMTv2(net=golden.net(), optimizer=WD, ema_alpha=0.5), **everybody)
     for t in range(4):
         for k in range(4):
-            close(two.client[t][k].e, one.server[t].e)
-    close(two.server[-1].w, one.server[-1].w)
+            close(v2.client[t][k].e, v1.server[t].e)
+    close(v2.server[-1].w, v1.server[-1].w)
     _, late = golden.run(FedGMTv2(net=golden.net(), optimizer=WD, v2_init="first_seen"))
     close(late.client[3][3].e, late.server[3].w)  # client 3 takes part in round 3 for the first time
 
@@ -358,9 +358,9 @@ def test_duals_shift_the_model_however_large_beta_is(golden: Golden) -> None:
 
 def test_fedgmt_of_alpha_zero_starts_without_kl(golden: Golden) -> None:
     """The teacher is then w^t: the KL term has no gradient at the first step."""
-    one = {"local_steps": 1}
-    _, with_kl = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.0, gamma=1.0), **one)
-    _, without = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.0, gamma=0.0), **one)
+    options = {"local_steps": 1}
+    _, with_kl = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.0, gamma=1.0), **options)
+    _, without = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.0, gamma=0.0), **options)
     close(with_kl.server[-1].w, without.server[-1].w)
 
 
@@ -557,8 +557,8 @@ def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bo
         eval_every=200, enable_progress_bar=False, default_root_dir=str(tmp_path),
     )  # fmt: skip
     run = fit.fit(quadratic(algorithm, **options), Arrays(client_arrays=clients, test=clients[0], batch_size=1))
-    off = float((run.server.w - torch.from_numpy((h[:, None] * b).sum(0) / h.sum())).norm())
-    assert off < 1e-8 if exact else off > 0.05
+    error = float((run.server.w - torch.from_numpy((h[:, None] * b).sum(0) / h.sum())).norm())
+    assert error < 1e-8 if exact else error > 0.05
 
 
 TEXTS = [
@@ -595,12 +595,12 @@ def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) ->
     direction, after = objective.local_step(w, lambda v, *losses: h * (v - b), state, received, many)
     upload, kept = objective.local_end(w - 0.1 * direction, after, received, many)
     for k in range(clients):
-        one = ClientContext(**ctx, lr=0.1, K=k + 1, k_lr=float(lr[k] * (k + 1)))
-        mine = State({n: v[k] for n, v in state.items()})
+        ctx_k = ClientContext(**ctx, lr=0.1, K=k + 1, k_lr=float(lr[k] * (k + 1)))
+        state_k = State({n: v[k] for n, v in state.items()})
         direction_k, after_k = objective.local_step(
-            w[k], lambda v, *losses, k=k: h[k] * (v - b[k]), mine, received, one
+            w[k], lambda v, *losses, k=k: h[k] * (v - b[k]), state_k, received, ctx_k
         )
-        upload_k, kept_k = objective.local_end(w[k] - 0.1 * direction_k, after_k, received, one)
+        upload_k, kept_k = objective.local_end(w[k] - 0.1 * direction_k, after_k, received, ctx_k)
         for ours, theirs in ((upload, upload_k), (kept, kept_k)):
             for n in theirs:
                 close(ours[n][k], theirs[n])

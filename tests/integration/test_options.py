@@ -49,16 +49,16 @@ def test_cyclic_is_the_cycle_of_swa() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("make", "message"),
     [
         (lambda: Poly(-1), "model.optimizer.schedule.power = -1: give a finite number from 0 to 100"),
         (lambda: Cyclic(0), "model.optimizer.schedule.period = 0: give a whole number of at least 1"),
         (lambda: Cyclic(2, -0.1), "model.optimizer.schedule.floor = -0.1: give a finite number from 0 to 1"),
     ],
 )
-def test_schedule_out_of_range(made: type, message: str) -> None:
+def test_schedule_out_of_range(make: type, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        made()
+        make()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_label_smoothing(engine: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(YAML)
     args = ["--trainer.precision=64-true", f"--trainer.engine={engine}", "--trainer.callbacks+=FlatnessMonitor"]
     args += ["--trainer.callbacks.metrics=[Sharpness]", "--model.optimizer.lr=1", "--trainer.max_rounds=6"]
-    given = run("fit", f"--config={tmp_path / 'mine.yaml'}", *args, root=tmp_path / "given", model="FedSAM")
+    folder = run("fit", f"--config={tmp_path / 'mine.yaml'}", *args, root=tmp_path / "given", model="FedSAM")
 
     data = Digits(num_clients=6, batch_size=32, augment=Augment(crop=1, mixup=1.0))
     trainer = FederatedTrainer(
@@ -115,15 +115,15 @@ def test_label_smoothing(engine: str, tmp_path: Path) -> None:
     torch.manual_seed(generator(0, "initial weights").initial_seed())
     objective = FedSAM(DigitsMLP(hidden=8), loss=Smoothed(0.1), optimizer=SGD(lr=1.0))
     hand = trainer.fit(objective, data)
-    weights = {name.removeprefix("net."): value for name, value in last(given)["state_dict"].items()}
+    weights = {name.removeprefix("net."): value for name, value in last(folder)["state_dict"].items()}
     for name, value in objective.net.state_dict().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-12)
-    assert metrics(given)["client/train/loss"][-1][1] == pytest.approx(hand.metrics["client/train/loss"])
+    assert metrics(folder)["client/train/loss"][-1][1] == pytest.approx(hand.metrics["client/train/loss"])
 
     x, y = next(data.eval_batches("test", torch.float64))
     plain = F.cross_entropy(objective.net(x), y).item()
-    assert metrics(given)["server/test/loss"][-1][1] == pytest.approx(plain)
+    assert metrics(folder)["server/test/loss"][-1][1] == pytest.approx(plain)
     assert hand.metrics["server/test/loss"] != pytest.approx(plain, rel=1e-3)  # one's own is as it is
     plain_loss = nn.CrossEntropyLoss(reduction="none")
     rise = sharpness(objective.net, plain_loss, lambda: data.eval_batches("train", torch.float64), 0.05)
-    assert metrics(given)["flatness/sharpness_all"][-1][1] == pytest.approx(rise)
+    assert metrics(folder)["flatness/sharpness_all"][-1][1] == pytest.approx(rise)

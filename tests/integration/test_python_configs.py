@@ -87,9 +87,9 @@ def test_settings_that_are_set_later_count() -> None:
 
 
 def test_settings_of_what_a_class_has_made_count() -> None:
-    made, changed, other = (as_setting(make())["init_args"] for make in (sam, lambda: sam(0.5), lambda: sam(SAM(0.5))))
-    assert changed == other == made | {"ascent": as_setting(SAM(0.5))}
-    assert as_setting(pickle.loads(pickle.dumps(sam())))["init_args"] == made
+    base, changed, other = (as_setting(make())["init_args"] for make in (sam, lambda: sam(0.5), lambda: sam(SAM(0.5))))
+    assert changed == other == base | {"ascent": as_setting(SAM(0.5))}
+    assert as_setting(pickle.loads(pickle.dumps(sam())))["init_args"] == base
 
 
 def sam(ascent: float | SAM = 0.1) -> FedSAM:
@@ -105,10 +105,10 @@ def test_setting_that_changes_nothing_is_not_in_the_config() -> None:
     model, trainer = FedSAM(DigitsMLP(), rho=0.1), FederatedTrainer(clients_per_round=2, accelerator="cpu")
     vars(model)["rho"] = vars(trainer)["clients_per_round"] = 5
     for owner, name, kept in (model, "rho", 0.1), (trainer, "clients_per_round", 2):
-        says = (
+        message = (
             rf"^{type(owner).__name__}\.{name} = 5: set later, it changes nothing; give it to {type(owner).__name__}$"
         )
-        with pytest.warns(UserWarning, match=says):
+        with pytest.warns(UserWarning, match=message):
             assert as_setting(owner)["init_args"][name] == kept
 
 
@@ -129,10 +129,10 @@ class Pulled(LocalObjective):
 def test_attributes_that_are_set_later_count() -> None:
     model, other = Pulled(DigitsMLP()), Pulled(DigitsMLP())
     other.beta = 10.0
-    one, two = (as_setting(each)["init_args"] for each in (model, other))
-    assert "beta" not in one and two == one | {"beta": 10.0}
+    settings, changed = (as_setting(objective)["init_args"] for objective in (model, other))
+    assert "beta" not in settings and changed == settings | {"beta": 10.0}
     model.gamma = 0.5
-    assert as_setting(model.eval())["init_args"] == one | {"gamma": 0.5}
+    assert as_setting(model.eval())["init_args"] == settings | {"gamma": 0.5}
 
 
 def scaled(x: Any, k: float) -> Any:

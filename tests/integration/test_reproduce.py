@@ -137,8 +137,10 @@ def test_runs_and_their_table(
         folder = Path(row["folders"])
         assert json.loads((folder / "summary.json").read_text())["final"] == pytest.approx(float(row["ours"]) / 100)
         assert json.loads((folder / "reproduction.json").read_text())[0]["algorithm"] == row["algorithm"]
-    shown = {line.cell.algorithm: line for _, line in papers([(of, read_group(of)) for of in compare(["mine"])])}
-    assert [(shown[row["algorithm"]].mean, shown[row["algorithm"]].settings) for row in rows] == [
+    lines = {
+        line.cell.algorithm: line for _, line in papers([(group, read_group(group)) for group in compare(["mine"])])
+    }
+    assert [(lines[row["algorithm"]].mean, lines[row["algorithm"]].settings) for row in rows] == [
         (float(row["ours"]), row["settings"].removeprefix("'")) for row in rows
     ]  # the report has the same numbers
     before = {path: path.stat().st_mtime_ns for path in Path("mine").glob("*/*/*/*/metrics.csv")}
@@ -221,13 +223,13 @@ SMALL = ["--rounds=0.0005", *DIGITS, "--model.net.hidden=8"]
 
 def pictures(folder: str) -> list[str]:
     """The pictures of a figure; each has lines of more than one colour, and fits a page's width at 300 dpi."""
-    found = sorted(Path(folder).glob("figure_*/**/*.png"))
-    for path in found:
+    paths = sorted(Path(folder).glob("figure_*/**/*.png"))
+    for path in paths:
         with Image.open(path) as image:
             colours = image.convert("RGB").getcolors(1 << 24)
             assert image.width <= 6.75 * 300 and colours is not None and len(colours) > 50
         assert path.with_suffix(".pdf").is_file()
-    return [str(path.relative_to(folder)) for path in found]
+    return [str(path.relative_to(folder)) for path in paths]
 
 
 @pytest.mark.slow
@@ -255,11 +257,11 @@ def test_curves_of_a_figure(
 
 @pytest.mark.long
 def test_landscape_of_a_figure_in_the_same_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    calls: list[object] = []
     surface = landscape.surface
 
     def recorded(*args: object, directions: object, **options: object) -> object:
-        asked.append(directions)
+        calls.append(directions)
         return surface(*args, directions=directions, **options)  # type: ignore[arg-type]
 
     monkeypatch.chdir(tmp_path)
@@ -267,8 +269,8 @@ def test_landscape_of_a_figure_in_the_same_directions(tmp_path: Path, monkeypatc
     cli("reproduce", "fedsam", "fig1", "--points=5", "--out=mine", *SMALL)
     kinds = [f"{place}/{name}" for place in ("alpha=0", "alpha=1000") for name in ("surface", "surface_3d")]
     assert pictures("mine") == [f"figure_1/{kind}.png" for kind in kinds]
-    first, second, *_ = asked
-    assert len(asked) == 4 and all((a == b).all() for a, b in zip(first, second, strict=True))  # type: ignore[call-overload]
+    first, second, *_ = calls
+    assert len(calls) == 4 and all((a == b).all() for a, b in zip(first, second, strict=True))  # type: ignore[call-overload]
     assert list(json.loads(Path("mine/figure_1/alpha=0/surface.json").read_text())) == ["FedAvg", "FedASAM"]
 
 

@@ -62,10 +62,10 @@ def test_a_run_with_secrets(root: Path, tmp_path: Path, capsys: pytest.CaptureFi
     before.write_text(before.read_text().replace("https://***@", "https://me:S3cret@").replace("'***'", "S3cret"))
     assert before.read_text().count("S3cret") == 2
     provenance = folder / "provenance.json"
-    found = json.loads(provenance.read_text())
-    found["starts"][0]["command"] = f"fl-lightning fit {KEY} --wandb-key S3cret"
-    found["changes"] = {"abc": '+login(key="S3cret")'}
-    provenance.write_text(json.dumps(found))
+    content = json.loads(provenance.read_text())
+    content["starts"][0]["command"] = f"fl-lightning fit {KEY} --wandb-key S3cret"
+    content["changes"] = {"abc": '+login(key="S3cret")'}
+    provenance.write_text(json.dumps(content))
     cli("report", str(root), "--out", "report")
     page = (tmp_path / "report/report.html").read_text()
     assert "S3cret" not in page and "fl-lightning fit" in page
