@@ -112,8 +112,8 @@ def moon(P: Problem, mu: float, tau: float, initial: bool = False) -> Models:
                     return g
                 v = v.detach().requires_grad_()
                 z, z_glob, z_prev = hidden(P, k, v), hidden(P, k, w[t]), hidden(P, k, last[k])
-                both = torch.stack([cos(z, z_glob), cos(z, z_prev)], 1) / tau
-                term = cross_entropy(both, torch.zeros(len(z), dtype=torch.int64))
+                cosines = torch.stack([cos(z, z_glob), cos(z, z_prev)], 1) / tau
+                term = cross_entropy(cosines, torch.zeros(len(z), dtype=torch.int64))
                 return g + mu * torch.autograd.grad(term, v)[0]
 
             wk[k] = P.sgd(t, k, w[t], d)
@@ -126,8 +126,8 @@ def decorr(z: Tensor, code: bool) -> Tensor:
     """A FedDecorr: the term."""
     N, d = z.shape
     S = (z - z.mean(0)) / (1e-8 + z.var(0)).sqrt()
-    off = (S.T @ S)[~torch.eye(d, dtype=torch.bool)]
-    return (off**2).mean() / N if code else ((off / (N - 1)) ** 2).sum() / d**2
+    off_diagonal = (S.T @ S)[~torch.eye(d, dtype=torch.bool)]
+    return (off_diagonal**2).mean() / N if code else ((off_diagonal / (N - 1)) ** 2).sum() / d**2
 
 
 def feddecorr(P: Problem, beta: float, code: bool = False) -> Models:
@@ -194,9 +194,9 @@ def fedwmsam(
 
             def d(v: Tensor, k: int = k, Di: Tensor = Di) -> Tensor:
                 nonlocal b
-                to = w[t] + b * Di - v
+                direction = w[t] + b * Di - v
                 b += 1
-                return a * P.g(k, v + sign * rho * to / (to.norm() + 1e-7)) + (1 - a) * Di
+                return a * P.g(k, v + sign * rho * direction / (direction.norm() + 1e-7)) + (1 - a) * Di
 
             u[k] = P.sgd(t, k, w[t], d) - w[t]
             new[k] = ci[k] - c - u[k] / (P.K[k] * P.lr[t])
@@ -356,8 +356,8 @@ def fedscar(
         v0 = {}
         for i in S:  # 2
             if i in z:
-                way = w[t] - z[i] - (m[i] if variant == "Scarl" else 0)
-                b[i] = b[i] + (a[i] if variance else alpha) * along(way)
+                direction = w[t] - z[i] - (m[i] if variant == "Scarl" else 0)
+                b[i] = b[i] + (a[i] if variance else alpha) * along(direction)
                 v0[i] = w[t] + b[i]
             else:
                 v0[i] = w[t]

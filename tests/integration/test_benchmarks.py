@@ -67,15 +67,15 @@ def test_the_contest_takes_its_place_among_the_rows(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(contest, name, Path(copy))
     monkeypatch.setattr(contest, "machine", lambda: "mine")
     before = contest.stored()
-    only = ["--only", "plain loop;auto;graphed", "--turns", "1", "--seconds", "0", "--rounds", "2"]
-    monkeypatch.setattr(sys, "argv", ["contest", "--work", "W3-MLP", "--methods", "FedAvg,FedSAM", *only])
+    options = ["--only", "plain loop;auto;graphed", "--turns", "1", "--seconds", "0", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", ["contest", "--work", "W3-MLP", "--methods", "FedAvg,FedSAM", *options])
     contest.main()
-    new = contest.stored()[len(before) :]
+    rows = contest.stored()[len(before) :]
     assert contest.stored()[: len(before)] == before
-    assert [(line["method"], line["contestant"]) for line in new] == [
-        (method, who) for method in ("FedAvg", "FedSAM") for who in ("plain loop", "auto", "graphed")
+    assert [(line["method"], line["contestant"]) for line in rows] == [
+        (method, contestant) for method in ("FedAvg", "FedSAM") for contestant in ("plain loop", "auto", "graphed")
     ]
-    assert new[2]["vs_plain_low"] <= new[2]["vs_plain"] <= new[2]["vs_plain_high"]
+    assert rows[2]["vs_plain_low"] <= rows[2]["vs_plain"] <= rows[2]["vs_plain_high"]
     assert "**mine**\n\n| W3-MLP: DigitsMLP, ms a round |" in contest.PAGE.read_text()
 
 
@@ -98,8 +98,8 @@ def test_a_page_of_an_algorithm_is_drawn(docs: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pages, "PLAIN", f"{pages.PLAIN} --trainer.max_rounds 8")
     pages.algorithms("feddyn")
     assert drawn(docs / "algorithms/feddyn-figure.png")
-    written = (docs / "runs/FedDyn_SAM/version_0/config.yaml").read_text()
-    ascent = yaml.safe_load(written)["model"]["init_args"]["ascent"]
+    config = (docs / "runs/FedDyn_SAM/version_0/config.yaml").read_text()
+    ascent = yaml.safe_load(config)["model"]["init_args"]["ascent"]
     assert ascent["class_path"].endswith(".SAM") and ascent["init_args"]["rho"] == 0.1
 
 

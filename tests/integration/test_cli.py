@@ -52,10 +52,10 @@ def test_saved_config_runs_again_to_the_same_bits(done: Path, tmp_path: Path) ->
     assert saved["trainer"]["seed"] == 7
     assert "ckpt_path" not in saved
     cli("fit", f"--config={done / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path}")
-    again = newest(tmp_path)
-    assert again != done
-    assert_same(state(again), state(done))
-    assert metrics(again) == metrics(done)
+    rerun = newest(tmp_path)
+    assert rerun != done
+    assert_same(state(rerun), state(done))
+    assert metrics(rerun) == metrics(done)
 
 
 def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,8 +115,8 @@ def test_the_arguments_that_began_a_run_continue_it(tmp_path: Path) -> None:
     assert last(folder)["round"] == 3
     one, other = (yaml.safe_load((folder / name).read_text()) for name in ("config.yaml", "config_round_2.yaml"))
     assert one["trainer"]["callbacks"] == other["trainer"]["callbacks"] and len(one["trainer"]["callbacks"]) == 2
-    more = ["--trainer.callbacks+=[Curves, Trajectory]", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}"]
-    callbacks = FederatedCLI("fit", *more).config.trainer.callbacks
+    options = ["--trainer.callbacks+=[Curves, Trajectory]", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}"]
+    callbacks = FederatedCLI("fit", *options).config.trainer.callbacks
     assert [callback.class_path.rpartition(".")[2] for callback in callbacks] == ["Checkpoints", "Curves", "Trajectory"]
 
 
@@ -134,12 +134,12 @@ def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path)
     def parse(*args: str) -> Any:
         return FederatedCLI("fit", "--model=FedAvg", *DIGITS, *args).config
 
-    alone = parse(f"--config={second}")
+    expected = parse(f"--config={second}")
     lists = f"--trainer.callbacks={[anew]}", f"--model.parts={[compress]}"
     for settings in ([f"--config={second}"], lists):
         config = parse(f"--config={first}", *settings)
-        assert config.trainer.callbacks == alone.trainer.callbacks
-        assert config.model.init_args.parts == alone.model.init_args.parts
+        assert config.trainer.callbacks == expected.trainer.callbacks
+        assert config.model.init_args.parts == expected.model.init_args.parts
     second.write_text("data:\n  augment: {class_path: ScaledCrop, init_args: {size: [3, 4]}}\n")
     configs = [f"--config={second}"] * 2  # a pair is no list
     assert parse(*configs, "--data.augment.size=[4,5]").data.init_args.augment.init_args.size == (4, 5)
@@ -148,7 +148,7 @@ def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path)
         cli("fit", f"--config={second}")
     (callback,) = parse(f"--config={first}", "--trainer.callbacks.metrics=[HessianTrace]").trainer.callbacks
     assert callback.init_args.every_n_rounds == 5
-    assert callback.init_args.metrics == alone.trainer.callbacks[0].init_args.metrics
+    assert callback.init_args.metrics == expected.trainer.callbacks[0].init_args.metrics
 
 
 @pytest.mark.slow
@@ -270,8 +270,8 @@ def test_help(args: str, code: int, expected: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as exit:
         cli(*args.split())
     assert (exit.value.code or 0) == code
-    shown = capsys.readouterr()
-    assert expected in shown.out and not shown.err
+    captured = capsys.readouterr()
+    assert expected in captured.out and not captured.err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,8 +284,8 @@ def test_list_in_a_process_of_its_own(tmp_path: Path) -> None:
         out, err = child.communicate(timeout=600)
         assert child.returncode == 0
     assert err == ""
-    shown = {line.split()[0] for line in out.splitlines() if line.strip()}
-    assert set(algorithms.__all__) <= shown
+    names = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert set(algorithms.__all__) <= names
     assert list(tmp_path.iterdir()) == []
 
 

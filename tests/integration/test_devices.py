@@ -260,14 +260,14 @@ def test_flatness_on_a_device(name: str, kind: str, tmp_path: Path) -> None:
     precision = "64-true" if kind == "cuda" else "32-true"
     device, cpu = (
         fit(
-            tmp_path / where, objective(), Device(kind) if where == "device" else None, max_rounds=1,
+            tmp_path / place, objective(), Device(kind) if place == "device" else None, max_rounds=1,
             precision=precision, callbacks=[fl.FlatnessMonitor(1, MEASURES[name]())],
         ).run
-        for where in ("device", "cpu")
+        for place in ("device", "cpu")
     )  # fmt: skip
-    measured = {n: value for n, value in cpu.metrics.items() if n.startswith(("flatness/", "server/clients/"))}
-    assert measured
-    for name, value in measured.items():
+    values = {n: value for n, value in cpu.metrics.items() if n.startswith(("flatness/", "server/clients/"))}
+    assert values
+    for name, value in values.items():
         exact = {"rel": 0.0, "abs": 0.0} if kind == "cuda" else {"rel": 1e-3, "abs": 1e-4}
         assert device.metrics[name] == pytest.approx(value, nan_ok=True, **exact), name
 
@@ -278,7 +278,7 @@ def test_what_the_simulation_refuses() -> None:
         host, here = torch.ones(3), torch.ones(3).to("cuda")
         assert here.is_cuda and (here * 2 + torch.tensor(1.0)).is_cuda and not host.is_cuda
         assert here[1:].is_cuda and torch.zeros(3, device=here.device).is_cuda and not here.cpu().is_cuda
-        zero, one, some = torch.tensor(0.0), torch.tensor(1.0), here > 0
+        zero, one, mask = torch.tensor(0.0), torch.tensor(1.0), here > 0
         for mixture in (
             lambda: here + host, lambda: torch.stack([here, host]), lambda: host.add_(here), lambda: zero.add_(here[0]),
             lambda: here.clamp(zero, one), lambda: torch.addcmul(here, here, one), lambda: here.lerp(here, one),
@@ -292,18 +292,18 @@ def test_what_the_simulation_refuses() -> None:
             here.sum().item, lambda: float(here[0]), here.tolist, here.cpu, lambda: here[here > 0], here.nonzero,
             lambda: bool(here.any()), lambda: torch.tensor([1.0], device="cuda"), lambda: here[torch.tensor([0])],
             lambda: host.to(here), lambda: here.new_tensor(1.0), lambda: host.copy_(here),
-            lambda: torch.where(some, here, zero), lambda: here.masked_fill(some, here[0]), lambda: here.unique(),
-            lambda: torch.zeros(1 << 16).to("cuda", non_blocking=True), lambda: here.repeat_interleave(some.long()),
+            lambda: torch.where(mask, here, zero), lambda: here.masked_fill(mask, here[0]), lambda: here.unique(),
+            lambda: torch.zeros(1 << 16).to("cuda", non_blocking=True), lambda: here.repeat_interleave(mask.long()),
         ):  # fmt: skip
             before = device.count("wait")
             waits()
             assert device.count("wait") == before + 1
         before = device.count("wait")
-        for right in (
-            torch.where(some, here, 0), here.masked_fill(some, zero), here.maximum(zero), one / here, one * here[0],
-            here.clamp(min=zero), here.repeat_interleave(some.long(), output_size=3),
+        for tensor in (
+            torch.where(mask, here, 0), here.masked_fill(mask, zero), here.maximum(zero), one / here, one * here[0],
+            here.clamp(min=zero), here.repeat_interleave(mask.long(), output_size=3),
         ):  # fmt: skip
-            assert right.is_cuda
+            assert tensor.is_cuda
         assert host.to("cuda", non_blocking=True).sum().is_cuda and device.count("copy") == 1
         assert torch.zeros(1 << 16).pin_memory().to("cuda", non_blocking=True).is_cuda and device.count("copy") == 2
         assert device.count("wait") == before

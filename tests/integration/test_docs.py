@@ -279,10 +279,10 @@ def short_sweep(file: str) -> str:
     return str(short)
 
 
-def run_commands(text: str, most: int = 1000, arguments_of: Callable[[list[str]], list[str]] = shortened) -> int:
+def run_commands(text: str, limit: int = 1000, arguments_of: Callable[[list[str]], list[str]] = shortened) -> int:
     """Runs a block: bash reads it, and each ``fl-lightning`` is carried out in this process. Returns their number.
 
-    After ``most`` commands it stops.
+    After ``limit`` commands it stops.
     """
     (arguments, ask), (answer, code) = os.pipe(), os.pipe()
     fds = f"exec 3>&{ask} 4<&{answer} {ask}>&- {answer}<&-\n"
@@ -292,16 +292,16 @@ def run_commands(text: str, most: int = 1000, arguments_of: Callable[[list[str]]
         os.close(answer)
         with os.fdopen(arguments, "rb") as requests, os.fdopen(code, "w") as reply:
             try:
-                while count < most and (number := read_word(requests)):
+                while count < limit and (number := read_word(requests)):
                     args = [read_word(requests) for _ in range(int(number))]
                     with exits_well():
                         cli(*arguments_of(args))
                     count += 1
                     print(0, file=reply, flush=True)
             finally:
-                if count == most or sys.exc_info()[0]:
+                if count == limit or sys.exc_info()[0]:
                     shell.kill()
-    assert count == most or shell.returncode == 0, f"a command of bash failed in:\n{text}"
+    assert count == limit or shell.returncode == 0, f"a command of bash failed in:\n{text}"
     return count
 
 
@@ -392,7 +392,7 @@ LONG = {
 def test_a_command_of_a_long_page_runs(page: str) -> None:
     """`test_page_runs_in_small` and `test_page_runs_as_written` have the others."""
     blocks = [block for language, block in FENCE.findall((ROOT / page).read_text()) if language == "sh"]
-    assert run_commands(blocks[LONG[page]], most=1) == 1
+    assert run_commands(blocks[LONG[page]], limit=1) == 1
 
 
 SITE = [text for text in filter(runs, TEXTS) if text.parent != ROOT]
@@ -427,9 +427,9 @@ def run_page(text: Path, folder: Path, arguments_of: Callable[[list[str]], list[
             (folder / titled[1]).write_text(block)
         elif language == "sh":
             lines = re.sub(r" *\\\n *", " ", block).splitlines(keepends=True)
-            left = "".join(line for line in lines if not any(part in line for part in NOT_RUN["sh"]))
-            run_commands(variables + left, arguments_of=arguments_of)
-            variables += "".join(re.findall(r'^[A-Z]\w*=(?:"[^"]*"|\S+)\n', left, re.MULTILINE))
+            commands = "".join(line for line in lines if not any(part in line for part in NOT_RUN["sh"]))
+            run_commands(variables + commands, arguments_of=arguments_of)
+            variables += "".join(re.findall(r'^[A-Z]\w*=(?:"[^"]*"|\S+)\n', commands, re.MULTILINE))
         elif language == "python" and not left_out(text, block):
             exec(compile(block, name(text), "exec"), names)
 

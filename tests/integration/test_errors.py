@@ -279,7 +279,7 @@ def test_data(complaint: Complaint, args: str, parts: tuple[str, ...]) -> None:
 
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
-    ("args", "key", "saved", "here"),
+    ("args", "key", "saved", "current"),
     [
         ("--trainer.seed=1", "trainer.seed", "0", "1"),
         ("--model=SCAFFOLD", "model", "FedAvg", "SCAFFOLD"),
@@ -290,12 +290,12 @@ def test_data(complaint: Complaint, args: str, parts: tuple[str, ...]) -> None:
     ],
 )
 def test_checkpoint_of_another_run(
-    complaint: Complaint, files: Path, args: str, key: str, saved: str, here: str
+    complaint: Complaint, files: Path, args: str, key: str, saved: str, current: str
 ) -> None:
     root = files / "done"
     path = newest(root) / "checkpoints" / "last.ckpt"
     message = complaint("fit", "--model=FedAvg", *DIGITS, *args.split(), f"--ckpt_path={path}", root=root)
-    shows(message, f"ckpt_path = {path}", key, saved, here, "resume with the run's own config.yaml")
+    shows(message, f"ckpt_path = {path}", key, saved, current, "resume with the run's own config.yaml")
 
 
 def test_evaluation_of_another_model(complaint: Complaint, files: Path) -> None:

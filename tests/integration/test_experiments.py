@@ -164,7 +164,7 @@ def test_every_row_is_of_use() -> None:
         files = [text.split(" ")[0] for text in columns(source).values()]
         for row in rows(source):
             assert all((source, name) in used for name in row.names), (source, row)
-            assert any(fnmatchcase(file, over) for over in row.over for file in files), (source, row)
+            assert any(fnmatchcase(file, glob) for glob in row.over for file in files), (source, row)
 
 
 def test_what_has_no_recipe_says_so() -> None:
@@ -277,7 +277,7 @@ def test_config_has_the_values_of_the_text(pattern: str, parsed: FederatedCLI) -
     silent = {
         name: value for glob, values in PROGRAMS.items() if fnmatchcase(pattern, glob) for name, value in values.items()
     }
-    wanted = {"lr_decay": 1.0, "clip": None, **TEXTS[pattern], **silent}
+    expected = {"lr_decay": 1.0, "clip": None, **TEXTS[pattern], **silent}
     for file in files:
         small = ["debug/landmarks"] if file.stem == "landmarks" else []
         with torch.device("meta"):  # no weights are drawn
@@ -290,7 +290,7 @@ def test_config_has_the_values_of_the_text(pattern: str, parsed: FederatedCLI) -
             "epochs": objects.trainer.local_epochs,
             "batch": objects.data.batch_size,
         }
-        assert {name: actual[name] for name in wanted} == wanted, file
+        assert {name: actual[name] for name in expected} == expected, file
 
 
 def test_presets_have_the_augmentation_of_the_programs(parsed: FederatedCLI) -> None:
@@ -368,5 +368,5 @@ def test_code_of_the_page(
             if config.table.startswith("fig"):
                 assert all(map(figure_tasks, figure(config.paper, config.table.removeprefix("fig")))), words
                 continue
-            named = [listed.split(",") if listed else [] for listed in (config.rows, config.columns)]
-            assert tasks(select(config.paper, config.table, *named))[0], words
+            names = [text.split(",") if text else [] for text in (config.rows, config.columns)]
+            assert tasks(select(config.paper, config.table, *names))[0], words

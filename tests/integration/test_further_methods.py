@@ -174,9 +174,9 @@ def test_terms_of_the_losses(golden: Golden, k: int) -> None:
     counts = torch.bincount(y, minlength=4)
     assert tuple(counts.tolist()) == COUNTS[k]
 
-    def value(objective: LocalObjective, *more: Any) -> float:
+    def value(objective: LocalObjective, *constants: Any) -> float:
         with objective.observed():
-            return float(objective.batch_loss(objective.net(x), y, *more))
+            return float(objective.batch_loss(objective.net(x), y, *constants))
 
     def calibrated(**options: Any) -> float:
         objective = FedLC(net=net, **options)

@@ -278,12 +278,12 @@ def test_a_lent_machine_is_killed_at_any_moment(tmp_path: Path) -> None:
         lines += process.communicate(timeout=300 if last else 30)[0].splitlines()
         while processes_in(tmp_path):
             time.sleep(0.02)
-        ended = [line.partition(": ")[0] for line in lines if line.startswith("FedAvg")]
+        names = [line.partition(": ")[0] for line in lines if line.startswith("FedAvg")]
         if (path := tmp_path / "out/gpu.json").exists():
             join(path, tmp_path / "home.json")
             (home,) = json.loads((tmp_path / "home.json").read_text()).values()
-            assert {*ended} <= {*home["correctness"]}
-    assert process.returncode == 0 and len({*ended}) == len(ended)
+            assert {*names} <= {*home["correctness"]}
+    assert process.returncode == 0 and len({*names}) == len(names)
     assert len(home["correctness"]) == 3 and all(item["ok"] for item in home["correctness"].values())
 
 

@@ -135,10 +135,10 @@ def test_a_run_that_is_cut_off_keeps_its_results_and_goes_on(tmp_path: Path) -> 
     assert first["rounds_of_last_evaluations"][-1] <= first["rounds"] and first["seconds a round"] > 0
     (version,) = (tmp_path / "runs/FedAvg-long").glob("version_*")
     assert (version / "checkpoints/last.ckpt").exists() and time.monotonic() - before < science.SAVING
-    again = cut(45.0)
-    assert again["rounds"] > first["rounds"] and again["curve"][: len(first["curve"])] == first["curve"]
+    resumed = cut(45.0)
+    assert resumed["rounds"] > first["rounds"] and resumed["curve"][: len(first["curve"])] == first["curve"]
     rounds = [at for at, _ in read_metrics(version / FILE)["time/round_s"]]
-    assert rounds == list(range(1, again["rounds"] + 1))
+    assert rounds == list(range(1, resumed["rounds"] + 1))
 
 
 @pytest.mark.slow
@@ -155,8 +155,8 @@ def test_report_never_shows_a_cut_run_as_a_whole_one() -> None:
     cut = {"whole": False, "rounds": 2007, **last, **flatness, "flatness_round": 2000, "curve": []}
     none = {"whole": False, "rounds": 0, "curve": [], "error": "out of memory"}
     items = {"FedAvg": complete, "FedGloSS+SAM": cut, "FedASAM+SWA": none, "FedSMOO": {"error": "it crashed"}}
-    explained, table = report.science(items)
-    assert "3,000 rounds" in explained and "10,000" in explained
+    text, table = report.science(items)
+    assert "3,000 rounds" in text and "10,000" in text
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     first, second, third = lines[2:]
     assert first[:6] == ["FedAvg", "3000", "48.00 ± 1.00", "48.60 ± 5.01", "70", "148"]

@@ -441,8 +441,8 @@ def test_fedadam_against_its_box(golden: Golden) -> None:
             eps = tau / np.sqrt(1 - b2 ** (t + 1)) if corrected else tau
             w = w + lr * m_hat / (np.sqrt(v_hat) + eps)
             np.testing.assert_allclose(record.server[t + 1].w.numpy(), w, rtol=0, atol=1e-12)
-    named = path(golden, FedAdam, server_lr=lr)
-    close(named, path(golden, FedAvg, server_update=ServerAdam(lr, b1, b2, tau)))
+    fedadam = path(golden, FedAdam, server_lr=lr)
+    close(fedadam, path(golden, FedAvg, server_update=ServerAdam(lr, b1, b2, tau)))
 
 
 @pytest.mark.parametrize("start", [2, 0.34])

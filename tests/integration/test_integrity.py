@@ -52,20 +52,20 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / made.parent.name / made.name))
 
 
-def complaint(folder: Path, *more: str, command: str = "fit") -> str:
+def complaint(folder: Path, *options: str, command: str = "fit") -> str:
     """The one line that refuses to continue a run, in whose folder nothing changes."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit) as exit:
-        resume(folder, *more, command=command)
+        resume(folder, *options, command=command)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     line = str(exit.value.code)
     assert line.startswith("error: ") and len(line.splitlines()) == 1
     return line
 
 
-def resume(folder: Path, *more: str, command: str = "fit") -> Path:
+def resume(folder: Path, *options: str, command: str = "fit") -> Path:
     ckpt = folder / "checkpoints" / "last.ckpt"
-    args = [*DIGITS, *ON_DISK, f"--trainer.default_root_dir={folder.parents[1]}", MORE, f"--ckpt_path={ckpt}", *more]
+    args = [*DIGITS, *ON_DISK, f"--trainer.default_root_dir={folder.parents[1]}", MORE, f"--ckpt_path={ckpt}", *options]
     cli(command, "--model=SCAFFOLD", *args)
     return folder
 
@@ -146,7 +146,7 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 @pytest.mark.sampled(quick=7)
 @pytest.mark.parametrize(
-    ("named", "edit"),
+    ("key", "edit"),
     [
         ("identity", lambda c: c.update(identity=[1])),
         *(("round", lambda c, n=n: c.update(round=n)) for n in (-5, "x", 3.7, True)),
@@ -164,10 +164,10 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
         ("server", lambda c: c["server"].update(w=torch.zeros(3))),
     ],
 )
-def test_structural_damage_is_one_line(named: str, edit: Callable[[Any], Any], folder: Path) -> None:
+def test_structural_damage_is_one_line(key: str, edit: Callable[[Any], Any], folder: Path) -> None:
     change(folder, edit)
     line = complaint(folder)
-    assert named in line and "take a" in line
+    assert key in line and "take a" in line
 
 
 def test_weights_of_a_damaged_checkpoint(folder: Path) -> None:

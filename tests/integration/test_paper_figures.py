@@ -190,8 +190,8 @@ def test_clients_with_images_of_a_class(
     generated.everything(tmp_path / "data", monkeypatch)
     few = ["--trainer.local_steps=1", "--trainer.clients_per_round=2", "--trainer.eval_every=9", "--points=3"]
     cli("reproduce", "fedgloss", "fig2", "--out=mine", "--rounds=0.0001", *few, *SMALL[-4:-1])
-    shown = capsys.readouterr().out
-    clients = dict(re.findall(r"client (\d+): images of (\w+)", shown))
+    output = capsys.readouterr().out
+    clients = dict(re.findall(r"client (\d+): images of (\w+)", output))
     assert [*clients.values()] == ["sea", "snail", "skyscraper"]
     labels = np.arange(1000) % 100  # of the generated data; alpha is 0, so a client has one class
     parts = Dirichlet(0.0)(labels, 100, 100, 0)

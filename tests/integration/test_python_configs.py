@@ -53,9 +53,9 @@ def test_config_of_a_run_from_python_gives_the_same_run(tmp_path: Path) -> None:
     run = fit(tmp_path, FedSAM(net=DigitsMLP(hidden=8), rho=1, loss=loss), seed=3)
     config = run.folder.config
     cli("fit", f"--config={config}")
-    again = newest(tmp_path)
-    assert again != run.folder.path and read_config(again / "config.yaml") == read_config(config)
-    one, other = (checkpoint.load(folder / "checkpoints/last.ckpt")["server"]["w"] for folder in (config.parent, again))
+    rerun = newest(tmp_path)
+    assert rerun != run.folder.path and read_config(rerun / "config.yaml") == read_config(config)
+    one, other = (checkpoint.load(folder / "checkpoints/last.ckpt")["server"]["w"] for folder in (config.parent, rerun))
     assert torch.equal(one, other)
     assert run.how_to_continue[:3] == ["fl-lightning", "fit", "--config"]
 
@@ -104,12 +104,12 @@ def sam(ascent: float | SAM = 0.1) -> FedSAM:
 def test_setting_that_changes_nothing_is_not_in_the_config() -> None:
     model, trainer = FedSAM(DigitsMLP(), rho=0.1), FederatedTrainer(clients_per_round=2, accelerator="cpu")
     vars(model)["rho"] = vars(trainer)["clients_per_round"] = 5
-    for owner, name, kept in (model, "rho", 0.1), (trainer, "clients_per_round", 2):
+    for owner, name, value in (model, "rho", 0.1), (trainer, "clients_per_round", 2):
         message = (
             rf"^{type(owner).__name__}\.{name} = 5: set later, it changes nothing; give it to {type(owner).__name__}$"
         )
         with pytest.warns(UserWarning, match=message):
-            assert as_setting(owner)["init_args"][name] == kept
+            assert as_setting(owner)["init_args"][name] == value
 
 
 def test_precision_is_that_of_the_devices() -> None:

@@ -39,19 +39,19 @@ def test_dry_run_shows_the_runs_and_what_they_take(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cli(*TABLE, "--rounds=0.0004", "--seeds=0,1", "--dry-run", *DIGITS)
-    shown = capsys.readouterr().out
-    lines = [line for line in shown.splitlines() if line.startswith("fl-lightning fit")]
+    output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if line.startswith("fl-lightning fit")]
     assert len(lines) == 4 and all("--trainer.max_rounds=4 " in line for line in lines)
     assert [re.findall(r"seed=(\d)", line) for line in lines] == [["0"], ["1"]] * 2
-    assert re.search(r"4 runs, about [\d.]+ \w+ with --jobs 1; about [\d.]+ [MG]B of memory", shown)
+    assert re.search(r"4 runs, about [\d.]+ \w+ with --jobs 1; about [\d.]+ [MG]B of memory", output)
     assert (
         "CIFAR10, HsuCNN, alpha=0, 5/100, E=1, FedSAM, acc: known; in the paper 70.2 ± 0.9\nknown: 2 of 2 cells\n"
-        in shown
+        in output
     )
     assert list(tmp_path.iterdir()) == []
     cli("reproduce", "fedgmt", "2", "--rows=FedGMT", "--columns=AGNews,Path(2)", "--rounds=0.004", "--dry-run", *DIGITS)
-    shown = capsys.readouterr().out
-    assert "FedGMT, minutes@82: a time of the paper's machine" in shown and "known: 2 of 3 cells" in shown
+    output = capsys.readouterr().out
+    assert "FedGMT, minutes@82: a time of the paper's machine" in output and "known: 2 of 3 cells" in output
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_seconds_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Step(1e-3, 0).run(trainer, model, data, 5) == pytest.approx(1e-3 * (2 * trained + evaluated / 3))
     trainer.local_steps = 7
     assert Step(1.0, 0).run(trainer, model, data, 5) == pytest.approx(2 * 30 * 5 * 7 * 20 + evaluated / 3)
-    measured = Step.measure(trainer, model, data)
-    assert measured.seconds > 0 and not any(p.grad is not None for p in model.net.parameters())
+    step = Step.measure(trainer, model, data)
+    assert step.seconds > 0 and not any(p.grad is not None for p in model.net.parameters())
     assert Step.measure(trainer, FedSAM(TwoHeads()), data).seconds > 0
 
 
@@ -125,8 +125,8 @@ def test_runs_and_their_table(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cli(*TABLE, "--rounds=0.0002", "--out=mine", *DIGITS)
-    shown = capsys.readouterr().out
-    assert "fedgloss, Table 3: 0.02 % of the rounds" in shown
+    output = capsys.readouterr().out
+    assert "fedgloss, Table 3: 0.02 % of the rounds" in output
     with Path("mine/table.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["algorithm"], row["value"], row["seeds"]) for row in rows] == [
@@ -207,8 +207,8 @@ def test_dry_run_builds_with_the_users_settings_alone(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_api, "load_state_dict_from_url", offline)
-    more = ["--data.num_clients=100", "--rounds=0.002", "--dry-run"]
-    cli("reproduce", "fedgloss", "4", "--rows=FedAvg", *more, *DIGITS)
+    options = ["--data.num_clients=100", "--rounds=0.002", "--dry-run"]
+    cli("reproduce", "fedgloss", "4", "--rows=FedAvg", *options, *DIGITS)
     assert re.search(r"1 run, about", capsys.readouterr().out)
     with pytest.raises(SystemExit, match=r"^error: model\.net\.pretrained = torchvision: .* cannot be downloaded"):
         cli("reproduce", "fedgloss", "4", "--rows=FedAvg")
@@ -238,9 +238,9 @@ def test_dry_run_of_a_figure(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cli("reproduce", "fedgloss", "fig9", "--seeds=0,1", "--dry-run", *SMALL)
-    shown = capsys.readouterr().out
-    lines = [line for line in shown.splitlines() if line.startswith("fl-lightning fit")]
-    assert len(lines) == 16 and "16 runs, about" in shown and list(tmp_path.iterdir()) == []
+    output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if line.startswith("fl-lightning fit")]
+    assert len(lines) == 16 and "16 runs, about" in output and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
