@@ -75,7 +75,7 @@ def fedlc(P: Problem, tau: float, others: bool = False) -> Models:
 
 
 def _plain(P: Problem, loss: Callable[[int, int, Tensor], Loss]) -> Iterator[Tensor]:
-    """FedAvg with a loss of round, client and received model."""
+    """Runs FedAvg with a loss of round, client and received model."""
     w = P.w0
     yield w
     for t, S in P.rounds():
@@ -88,7 +88,7 @@ def _plain(P: Problem, loss: Callable[[int, int, Tensor], Loss]) -> Iterator[Ten
 
 
 def hidden(P: Problem, k: int, v: Tensor) -> Tensor:
-    """What the last linear layer of the golden net sees."""
+    """Returns what the last linear layer of the golden net sees."""
     p = P.split(v)
     x = torch.nn.functional.conv2d(P.data[k][0], p["conv.weight"], p["conv.bias"], padding=1)
     x = torch.max_pool2d(torch.relu(x), 2).flatten(1)
@@ -123,7 +123,7 @@ def moon(P: Problem, mu: float, tau: float, initial: bool = False) -> Models:
 
 
 def decorr(z: Tensor, code: bool) -> Tensor:
-    """A FedDecorr: the term."""
+    """Returns the term of A FedDecorr."""
     N, d = z.shape
     S = (z - z.mean(0)) / (1e-8 + z.var(0)).sqrt()
     off_diagonal = (S.T @ S)[~torch.eye(d, dtype=torch.bool)]
@@ -147,7 +147,7 @@ def feddecorr(P: Problem, beta: float, code: bool = False) -> Models:
 
 
 def falling(P: Problem, t: int, k: int, v: Tensor, rho: float, d: Callable[[Tensor], Tensor]) -> Tensor:
-    """The local loop with eta_b = eta ((1 - b/K) + (b/K) rho)."""
+    """Runs the local loop with eta_b = eta ((1 - b/K) + (b/K) rho)."""
     m, K = P.zero, P.K[k]
     for b in range(K):
         u = d(v)
@@ -331,7 +331,7 @@ def fedadamw(P: Problem, eta: float, gamma: float, running: bool = False) -> Mod
 
 
 def along(x: Tensor) -> Tensor:
-    """unit(d) = d / ||d||, and unit(0) = 0."""
+    """Returns unit(d) = d / ||d||, where unit(0) = 0."""
     return x / x.norm() if x.norm() > 0 else x
 
 
@@ -421,7 +421,7 @@ def fedscar4(P: Problem, alpha: float, beta: float) -> Models:
 
 
 def activations(P: Problem, k: int, v: Tensor) -> list[Tensor]:
-    """The outputs of the convolution and of the first linear layer after ReLU, pooling not counted."""
+    """Returns the outputs of the convolution and of the first linear layer after ReLU, before pooling."""
     p, (x, _) = P.split(v), P.data[k]
     conv = relu(conv2d(x, p["conv.weight"], p["conv.bias"], padding=1))
     fc1 = relu(linear(max_pool2d(conv, 2).flatten(1), p["fc1.weight"], p["fc1.bias"]))

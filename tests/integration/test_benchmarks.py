@@ -89,7 +89,7 @@ def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def drawn(path: Path) -> bool:
-    """Whether there is a picture in colours."""
+    """Returns whether there is a picture in colours."""
     return len(Image.open(path).convert("RGB").getcolors(1 << 20) or []) > 20
 
 
@@ -118,7 +118,7 @@ def test_hours_of_devices_are_trained_and_drawn(docs: Path, monkeypatch: pytest.
 
 
 def short(name: str, rounds: int, **values: slice) -> None:
-    """A sweep of the package with fewer values, where the program finds it first."""
+    """Writes a sweep of the package with fewer values, where the program finds it first."""
     sweep = yaml.safe_load((ROOT / f"configs/sweeps/{name}.yaml").read_text())
     for key, part in values.items():
         parameter = sweep["parameters"][key.replace("__", ".")]

@@ -28,7 +28,7 @@ FRAGMENTS = sorted(path for name in ("compositions", "presets") for path in (FOL
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with client state, an average of models and a held-out part."""
+    """Returns the folder of a run with client state, an average of models and a held-out part."""
     root = tmp_path_factory.mktemp("done")
     args = "--model.ascent=ASAM --model.ascent.rho=0.3 --model.averaging=SWA --model.averaging.start=1"
     options = "--data.val_fraction=0.1 --trainer.max_rounds=4 --trainer.seed=7 --trainer.callbacks+=Curves"
@@ -81,7 +81,7 @@ def test_whole_numbers_in_every_spelling() -> None:
 
 
 def test_append_adds_to_what_null_stands_for() -> None:
-    """Also after settings, and to a list that is given."""
+    """It does so after settings, too, and to a list that is given."""
     default, key = ["LambdaMax", "Discrepancy"], "--trainer.callbacks.metrics"
     appended = [f"{key}+=Spectrum", f"{key}.k=3"]
     for settings, expected in (
@@ -121,7 +121,7 @@ def test_the_arguments_that_began_a_run_continue_it(tmp_path: Path) -> None:
 
 
 def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path) -> None:
-    """In a config and as an argument: else a trace would be measured on the test set because lambda_max was."""
+    """This holds in configs and as an argument: else a trace would be measured on the test set because lambda_max was."""
     first, second = (tmp_path / name for name in ("first.yaml", "second.yaml"))
     measure = {"class_path": "LambdaMax", "init_args": {"samples": 64, "split": "test"}}
     monitor = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 5, "metrics": [measure]}}
@@ -153,7 +153,7 @@ def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path)
 
 @pytest.mark.slow
 def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the config's: not what it does not know, nor what the command line gives."""
+    """It keeps settings of the config that it knows, and that the command line does not give."""
     args = [f"--config={FOLDER / 'quickstart.yaml'}", *DIGITS, "--trainer.callbacks=null", "--trainer.local_steps=1"]
     cli("fit", f"--trainer.default_root_dir={tmp_path}", *args, "--model", "FedDyn", "--model.ascent=null")
     assert "model = FedDyn: keeps beta, optimizer of the config's FedGloSS; " in capsys.readouterr().out
@@ -216,7 +216,7 @@ def test_averaged_model_is_what_a_checkpoint_gives(done: Path) -> None:
 
 
 def test_flags_alone(tmp_path: Path) -> None:
-    """Bare names and nested overrides, no config file, defaults for the rest."""
+    """Bare names and nested overrides suffice: there is no config file, and the rest has its defaults."""
     args = (
         "fit --model SCAFFOLD --model.net DigitsMLP --model.ascent ASAM --model.ascent.rho 0.3 --model.averaging SWA "
         "--data Digits --trainer.max_rounds 2"
@@ -291,7 +291,7 @@ def test_list_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise in the form of CIFAR, for configs whose data have to be downloaded."""
+    """Returns noise in the form of CIFAR, for configs whose data have to be downloaded."""
     path, rng = tmp_path_factory.mktemp("images") / "noise.npz", np.random.default_rng(0)
     x, y = rng.integers(0, 256, (500, 32, 32, 3), dtype=np.uint8), np.arange(500) % 10
     np.savez(path, x_train=x, y_train=y, x_test=x[:20], y_test=y[:20])
@@ -315,7 +315,7 @@ def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) ->
 @pytest.mark.sampled(quick=9, slow=2)
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: "-".join(path.parts[-2:]))
 def test_fragment_over_the_quickstart(fragment: Path, tmp_path: Path) -> None:
-    """Presets and compositions: each is taken as it stands, and trains."""
+    """Each preset and composition is taken as it stands, and trains."""
     quickstart, settings = FOLDER / "quickstart.yaml", yaml.safe_load(fragment.read_text())
     flags = ["--trainer.max_rounds=1", "--trainer.loggers=null", "--trainer.callbacks=null", *QUIET]
     common = [f"--config={path}" for path in (fragment.with_name("common.yaml"),) if path.exists()]

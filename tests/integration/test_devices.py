@@ -35,7 +35,7 @@ class Trained(NamedTuple):
 
 
 def fit(folder: Path, make: Callable[[], LocalObjective], device: Device | None = None, **options: Any) -> Trained:
-    """Trains; on a device that is simulated, or on the CPU."""
+    """Trains on a device that is simulated, or on the CPU."""
     settings = {
         "max_rounds": 2, "clients_per_round": 3, "local_steps": 2, "engine": "sequential", "precision": "64-true",
         "eval_every": NEVER, "default_root_dir": str(folder), "name": "run", **options,
@@ -63,7 +63,7 @@ def events(folder: Path, make: Callable[[], LocalObjective], **options: Any) -> 
 
 
 def more(after: Device, before: Device, kind: str) -> Counter[str]:
-    """By how much there is more of a kind of event, by file."""
+    """Counts by how much there is more of a kind of event, by file."""
     counts: Counter[str] = Counter()
     for event, n in (after.events - before.events).items():
         if event.kind == kind:
@@ -72,7 +72,7 @@ def more(after: Device, before: Device, kind: str) -> Counter[str]:
 
 
 def assert_same(a: Trained, b: Trained) -> None:
-    """Bit for bit."""
+    """Asserts that two runs are the same, bit for bit."""
     for name in b.run.server:
         assert torch.equal(a.run.server[name], b.run.server[name]), name
     for client, row in b.rows.items():
@@ -85,7 +85,7 @@ def assert_same(a: Trained, b: Trained) -> None:
 @pytest.mark.parametrize("engine", ["sequential", *BATCHED])
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path: Path) -> None:
-    """No mixture, and no wait in a local step; the numbers are those of the CPU.
+    """No mixture is there, and no wait in a local step; the numbers are those of the CPU.
 
     A phase waits for which uploads are finite and their losses, and for whether the server's new state is finite; a
     round for its end, since its time is measured. A program waits once, whatever its length; what
@@ -123,7 +123,7 @@ def test_neither_copies_nor_waits_in_a_step(engine: str, tmp_path: Path) -> None
 
 
 class Normed(nn.Sequential):
-    """BatchNorm and Dropout."""
+    """A net with BatchNorm and Dropout."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -183,7 +183,7 @@ OPTIONAL = (
 
 
 def test_indices_and_draws_are_moved_once_a_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of chunks; and the host never waits."""
+    """This holds whatever the number of chunks; and the host never waits."""
     with Device() as device:
         module = _augmented(crop=1, window=5, cutout=2, mixup=0.7)()
         module.setup()
@@ -349,7 +349,7 @@ def test_a_capture_keeps_the_numbers_of_the_host() -> None:
 
 
 def test_a_captured_step_is_repeated_on_new_values() -> None:
-    """One launch a step, whatever the number of steps; only more of them than ever before are captured again."""
+    """A step is one launch, whatever the number of steps; only more of them than ever before are captured again."""
 
     def step(w: Tensor, m: Tensor, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return m, w + g * x.sum(0)  # new values of w and m, which change places

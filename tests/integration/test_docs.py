@@ -140,7 +140,7 @@ SCRIPT = ROOT / "examples" / "slurm.sh"
 def test_batch_script_starts_again_when_the_time_limit_is_near(
     code: int, trained: bool, calls: list[str], args: list[str], tmp_path: Path
 ) -> None:
-    """With programs that note their arguments; test_slurm.py runs it on a real SLURM."""
+    """The programs note their arguments; test_slurm.py runs the script on a real SLURM."""
     for program in ("srun", "scontrol", "sleep"):
         ending = f"[ {trained:d} = 1 ] && touch -d '1 hour' $LAST; exit {code}" if program == "srun" else ""
         (tmp_path / program).write_text(f'#!/bin/sh\necho "{program} $@" >> calls\n{ending}\n')
@@ -245,14 +245,14 @@ set -e
 
 
 def as_written(args: list[str]) -> list[str]:
-    """The arguments, but of what takes hours, and of several processes, which would end this one with them."""
+    """Returns the arguments, shortened if they take hours, or several processes, which would end this one with them."""
     hours = args[0] in ("fit", "reproduce") and any(part in " ".join(args) for part in HOURS)
     several = "--trainer.strategy" in args
     return shortened(args) if several or (hours and not {"--dry-run", "debug/any"} & {*args}) else args
 
 
 def shortened(args: list[str]) -> list[str]:
-    """Arguments that take seconds at most."""
+    """Returns arguments that take seconds at most."""
     command = args[0] if args else ""
     if command == "sweep" and "--help" not in args:
         return [command, short_sweep(args[1]), *args[2:]]
@@ -266,7 +266,7 @@ def shortened(args: list[str]) -> list[str]:
 
 
 def short_sweep(file: str) -> str:
-    """A sweep's file with two rounds a trial, under the same name; with two values of each parameter but the first."""
+    """Writes a sweep with two rounds a trial, under the same name; with two values of each parameter but the first."""
     path = find_config(file)
     sweep = yaml.safe_load(path.read_text())
     for parameter in [*sweep["parameters"].values()][1:]:
@@ -324,7 +324,7 @@ def read_word(stream: Any) -> str:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with what the pages expect in the working folder: noise in the form of all data, and a few files."""
+    """Makes a folder with what the pages expect: noise in the form of all data, and a few files."""
     home = tmp_path_factory.mktemp("pages")
     rng = numpy_generator(0, "pages")
     for entry in ("configs", "examples", "benchmarks", "docs"):
@@ -358,7 +358,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def folder(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A page's own copy of it."""
+    """Returns a page's own copy of it."""
     shared = [home / "data", home / "pictures"]  # no page writes there
     subprocess.run(["cp", "-a", *(entry for entry in home.iterdir() if entry not in shared), tmp_path], check=True)
     for entry in shared:
@@ -403,7 +403,7 @@ SITE = [text for text in filter(runs, TEXTS) if text.parent != ROOT]
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 @pytest.mark.parametrize("text", [text for text in SITE if name(text) not in {*LONG, *WRITTEN}], ids=name)
 def test_page_runs_in_small(text: Path, folder: Path) -> None:
-    """From top to bottom, in one folder: commands, files that begin with their name, and Python."""
+    """It runs from top to bottom, in one folder: commands, files that begin with their name, and Python."""
     run_page(text, folder, shortened)
 
 
@@ -415,7 +415,7 @@ def test_page_runs_in_small(text: Path, folder: Path) -> None:
     ids=name,
 )
 def test_page_runs_as_written(text: Path, folder: Path) -> None:
-    """The same at the length at which the page has it."""
+    """It runs at the length at which the page has it."""
     run_page(text, folder, as_written)
 
 
@@ -444,7 +444,7 @@ def test_what_is_not_run_exists() -> None:
 
 
 def test_yaml_is_readable() -> None:
-    """But for those of an algorithm, it is not run."""
+    """It is not run, but for that of an algorithm."""
     blocks = [block for text in TEXTS for language, block in FENCE.findall(text.read_text()) if language == "yaml"]
     assert blocks and all(yaml.safe_load(block) for block in blocks)
 

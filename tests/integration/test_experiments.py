@@ -39,14 +39,14 @@ def said(file: Path) -> dict[str, Any]:
 
 
 def kind(file: Path) -> tuple[str, ...]:
-    """Command, data set and network."""
+    """Returns command, data set and network."""
     settings = said(file)
     command = "centralized" if file.stem.startswith("centralized") else "fit"
     return command, settings["data"]["class_path"], settings["model"]["init_args"]["net"]["class_path"]
 
 
 def small(file: Path) -> list[str]:
-    """Arguments for an experiment under the debug overlays."""
+    """Returns arguments for an experiment under the debug overlays."""
     command, data, _ = kind(file)
     special = "centralized" if command == "centralized" else SPECIAL.get(data)
     overlays = ["any", special] if special else ["any"]
@@ -55,7 +55,7 @@ def small(file: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with noise in the form of all data sets, in ``data``."""
+    """Makes a folder with noise in the form of all data sets, in ``data``."""
     home = tmp_path_factory.mktemp("experiments")
     with pytest.MonkeyPatch.context() as monkeypatch:
         generated.everything(home / "data", monkeypatch)
@@ -128,7 +128,7 @@ Command = tuple[str, Path, tuple[str, ...]]
 
 
 def commands() -> dict[Command, list[Cell]]:
-    """Cells by subcommand, file and settings, whatever their cohort."""
+    """Returns the cells by subcommand, file and settings, whatever their cohort."""
     cells = defaultdict(list)
     for cell in CELLS:
         cell_recipe = recipe(cell)
@@ -214,7 +214,7 @@ def test_recipes_by_hand(paper: str, table: str, column: str, algorithm: str, ex
 
 
 def settings_of(paper: str, table: str, algorithm: str) -> dict[str, dict[str, str]]:
-    """Settings of a row by file."""
+    """Returns the settings of a row by file."""
     settings = {}
     for cell in find(paper=paper, table=table, algorithm=algorithm):
         words = shlex.split(" ".join(recipe(cell).row).replace("=", " "))

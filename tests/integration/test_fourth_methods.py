@@ -50,7 +50,7 @@ def test_neutral_options_of_fedscar(golden: Golden) -> None:
 
 
 def test_first_round_of_one_step(golden: Golden) -> None:
-    """w^1 = wbar + beta / M times the sum of the moves: there is no bias, and the force is 0 in the first step."""
+    """w^1 is wbar + beta / M times the sum of the moves: there is no bias, and the force is 0 in the first step."""
     _, record = golden.run(FedScar(net=golden.net(), beta=0.3, optimizer=WD), local_steps=1, max_rounds=1)
     before, moves = record.server[0].w, [r.w - record.server[0].w for r in record.local[0].values()]
     sizes = [len(golden.arrays[k][1]) for k in record.local[0]]
@@ -77,7 +77,7 @@ def test_lazy_sums_are_those_of_all_clients(golden: Golden, method: Any, options
 
 
 def test_size_of_fedscar(golden: Golden) -> None:
-    """The values of the spec's transcription."""
+    """The values are those of the spec's transcription."""
     distances = []
     for rho in (0.1, 0.0):
         w = path(golden, FedScar, rho=rho, weighting="samples")
@@ -121,7 +121,7 @@ def test_a_round_without_clients_decays_the_biases(golden: Golden) -> None:
 
 
 def test_what_the_server_remembers_does_not_travel(golden: Golden) -> None:
-    """Down w and the mean bias, up the model: the server computes starts and pushes from the models that it has got."""
+    """w and the mean bias go down, the model goes up: the server computes starts and pushes from models that it has."""
     fit, _ = golden.run(FedScar(net=golden.net()), max_rounds=1)
     assert fit.state.total_bits == 64 * 2 * 3 * 1220
 

@@ -75,7 +75,7 @@ def test_momentum_of_fedacg_is_the_last_step(golden: Golden) -> None:
 
 
 def test_step_of_fedexp(tmp_path: Path) -> None:
-    """Without eps: 1/2 and so 1 for equal updates; S/2 for orthogonal ones of one size; 1 where nothing moves."""
+    """Without eps it is 1/2, so 1, for equal updates, S/2 for orthogonal ones of one size, 1 where nothing moves."""
 
     class Slopes(nn.Module):
         def __init__(self) -> None:
@@ -102,7 +102,7 @@ def test_step_of_fedexp(tmp_path: Path) -> None:
 
 
 def test_fedlc_of_equal_counts_is_fedavg(golden: Golden) -> None:
-    """Whatever tau: a constant added to all logits changes nothing."""
+    """A constant added to all logits changes nothing, whatever tau."""
     golden.arrays = [(x[:4], np.arange(4)) for x, _ in golden.arrays]
     close(path(golden, FedLC, tau=3.0), path(golden, FedAvg))
 
@@ -149,7 +149,7 @@ def test_fedmoswa_keeps_a_mean_of_the_newest_variates(golden: Golden) -> None:
 
 
 def test_momentum_of_fedwmsam_adapts(golden: Golden) -> None:
-    """The values of the official functions, mended, after rounds 1 to 6."""
+    """The values are those of the official functions, mended, after rounds 1 to 6."""
     _, record = golden.run(FedWMSAM(net=golden.net(), optimizer=WD, rho=0.1))
     alphas = [float(server.a) for server in record.server[1:]]
     assert alphas == pytest.approx([0.1, 0.10186246, 0.10251730, 0.10372701, 0.10418179, 0.10413997], abs=1e-8)
@@ -167,7 +167,7 @@ TERMS = {
 
 @pytest.mark.parametrize("k", range(4))
 def test_terms_of_the_losses(golden: Golden, k: int) -> None:
-    """Values of public programs at the initial weights; MOON's teachers are rows of a stored trajectory."""
+    """They are those of public programs at the initial weights; MOON's teachers are rows of a stored trajectory."""
     x, y = torch.from_numpy(golden.arrays[k][0]).double(), torch.from_numpy(golden.arrays[k][1])
     net = golden.net().double()
     teachers = list(torch.from_numpy(trajectory("fedsam__FedAvg")["global"][1:3]))
@@ -204,7 +204,7 @@ NOBODY, EVERYBODY = [], [0, 1, 2, 3]
 
 
 def answered(golden: Golden, model: LocalObjective, *rounds: list[int], **options: Any) -> Any:
-    """The trajectory of rounds in which these clients answer."""
+    """Returns the trajectory of rounds in which these clients answer."""
     everyone = ReplaySampler([EVERYBODY] * len(rounds))
     faults = Faults(available=list(rounds))
     return golden.run(model, sampler=everyone, max_rounds=len(rounds), faults=faults, **options)[1]

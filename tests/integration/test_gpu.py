@@ -56,13 +56,13 @@ def run(folder: Path, *args: str) -> str:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """What the program has found on this machine, the only one in its file."""
+    """Returns what the program has measured on this machine, the only one in its file."""
     (legs,) = json.loads((folder / "runs/gpu/gpu.json").read_text()).values()
     return dict(legs)
 
 
 def processes_in(folder: Path) -> dict[int, str]:
-    """Commands of the processes that work in a folder."""
+    """Returns the commands of the processes that work in a folder."""
     commands = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -79,7 +79,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ratios, floors, the papers' numbers, errors and what was not reached; and no empty table."""
+    """It has ratios, floors, the papers' numbers, errors and what was not reached; and no empty table."""
     page, out = tmp_path / "page.md", tmp_path / "gpu.json"
     page.write_text(PAGE)
     assert main(["--out", str(out), "--report", str(page)]) == 1
@@ -297,7 +297,7 @@ def kill(process: subprocess.Popen[str], folder: Path) -> None:
 
 
 def whole(folder: Path, leg: str) -> dict[str, Any]:
-    """The results of a leg, which has done everything without an error."""
+    """Returns the results of a leg, which has done everything without an error."""
     legs = results(folder)
     assert legs[leg] and legs[f"{leg}: not reached"] == []
     assert not [name for name, value in legs[leg].items() if "error" in value or value.get("ok") is False]

@@ -44,7 +44,7 @@ def task(folder: Path, seconds: float) -> Task:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Settings by path; those of callbacks by class."""
+    """Returns settings by path; those of callbacks by class."""
     if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
         value = {entry["class_path"]: entry.get("init_args", {}) for entry in value}
     if not isinstance(value, dict):

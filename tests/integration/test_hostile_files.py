@@ -27,7 +27,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def line_of(*args: str) -> str:
-    """The one line that a command ends with."""
+    """Returns the one line that a command ends with."""
     with pytest.raises(SystemExit) as exit:
         cli(*args)
     text = str(exit.value.code)
@@ -101,7 +101,7 @@ def test_a_damaged_config_is_said_when_it_is_resumed(
 
 @pytest.mark.parametrize("file", ["metrics.csv", "summary.json"])
 def test_compare_of_other_files(file: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link to nothing, and statistics of another form in a run from Python."""
+    """One is a link to nothing, the other has statistics of another form, in a run from Python."""
     folder = tmp_path / "r"
     shutil.copytree(good, folder)
     monkeypatch.chdir(tmp_path)
@@ -174,7 +174,7 @@ def test_runaways_are_refused_first(args: str, message: str) -> None:
 
 @pytest.mark.parametrize("command", ["compare", "fit", "sweep", "test"])
 def test_names_that_write_on_the_terminal(command: str) -> None:
-    """Newlines and a terminal's codes are shown as escapes, a byte that is no text, too."""
+    """Newlines and a terminal's codes are shown as escapes, as is a byte that is no text."""
     arg = "a\nb\x1b[31m\udcff"
     assert "a\\nb\\x1b[31m\\udcff" in line_of(command, *(["--config"] if command in ("fit", "test") else []), arg)
     assert "a\\nb" in line_of(arg)

@@ -88,7 +88,7 @@ def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
 
 
 def path(golden: Golden, objective: type[LocalObjective], **options: Any) -> Tensor:
-    """The global models of a run, ``(rounds + 1, d)``."""
+    """Returns the global models of a run, ``(rounds + 1, d)``."""
     steps = {"local_steps": options.pop("local_steps", 3)}
     options = {"optimizer": WD, "weighting": "uniform", **options}
     _, record = golden.run(objective(net=golden.net(), **options), **steps)
@@ -99,7 +99,7 @@ def path(golden: Golden, objective: type[LocalObjective], **options: Any) -> Ten
 @pytest.mark.parametrize(("algorithm", "slot"), DUALS)
 @pytest.mark.parametrize("ascent", [None, "SAM"])
 def test_server_slot_is_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str, ascent: str | None) -> None:
-    """Under partial participation, clients never seen included."""
+    """This holds under partial participation; clients never seen are included."""
     extra = {"ascent": SAM(0.1)} if ascent and algorithm not in NO_ASCENT else {}
     _, record = golden.run(algorithm(net=golden.net(), optimizer=WD, **extra))
     seen = 0
@@ -161,7 +161,7 @@ def test_methods_of_neutral_options(golden: Golden) -> None:
 
 
 def test_fedgf_of_c_one_takes_all_gradients_at_the_servers_point(golden: Golden) -> None:
-    """From round 1 on."""
+    """It does so from round 1 on."""
     _, record = golden.run(FedGF(net=golden.net(), optimizer=SGD(lr=0.1), c=1.0, rho_g=0.2))
     _, once = golden.run(FedGF(net=golden.net(), optimizer=SGD(lr=0.1), c=1.0, rho_g=0.2), local_steps=1)
     assert [float(s.c) for s in record.server] == [0] + [1] * 6
@@ -175,7 +175,7 @@ def test_fedgf_of_c_one_takes_all_gradients_at_the_servers_point(golden: Golden)
 
 
 def test_fedlesam_ascent(golden: Golden) -> None:
-    """The same for all steps of a round, of length rho, and none at the first part."""
+    """It is the same for all steps of a round, of length rho, and there is none at the first part."""
     seen: dict[tuple[int, int], list[Tensor]] = {}
 
     class Watched(FedLESAM):
@@ -201,7 +201,7 @@ def test_fedlesam_ascent(golden: Golden) -> None:
 
 @pytest.mark.parametrize("ref", ["own_last_active", "previous_round"])
 def test_fedlesam_ascent_is_taken_from_the_received_model(golden: Golden, ref: Any) -> None:
-    """With a relaxed start, too: none at a client's first part, later along w_old - w^t, wherever training starts."""
+    """Also with a relaxed start it is zero at a client's first part, and later along w_old - w^t."""
     seen: dict[tuple[int, int], list[Tensor]] = {}
 
     class Watched(FedLESAM):
@@ -223,7 +223,7 @@ def test_fedlesam_ascent_is_taken_from_the_received_model(golden: Golden, ref: A
 
 
 def test_fedntd_term() -> None:
-    """Zero for a student that is its teacher; blind to the logit of the true class."""
+    """It is zero for a student that is its teacher, and blind to the logit of the true class."""
     draw = torch.Generator().manual_seed(0)
     z, teacher, y = torch.randn(6, 5, generator=draw), torch.randn(6, 5, generator=draw), torch.arange(6) % 5
 
@@ -238,7 +238,7 @@ def test_fedntd_term() -> None:
 
 
 def test_naive_fedgloss_climbs_along_the_gradient(golden: Golden) -> None:
-    """K = 1, everybody, no decay, first round: the pseudo-gradient is lr times the gradient of F."""
+    """With K = 1, everybody, no decay, in the first round the pseudo-gradient is lr times the gradient of F."""
     objective = NaiveFedGloSS(net=golden.net(), rho=0.3, optimizer=SGD(lr=0.1))
     _, record = golden.run(objective, local_steps=1, sampler=ReplaySampler([[0, 1, 2, 3]]), max_rounds=1)
     net = golden.net().double()
@@ -347,7 +347,7 @@ def test_model_is_the_mean_shifted_by_all_duals(golden: Golden, algorithm: Any) 
 
 
 def test_duals_shift_the_model_however_large_beta_is(golden: Golden) -> None:
-    """beta to infinity: local steps are plain, yet it is not FedAvg."""
+    """As beta goes to infinity, local steps are plain, yet it is not FedAvg."""
     options = {"optimizer": WD, "weighting": "uniform"}
     _, dyn = golden.run(FedDyn(net=golden.net(), beta=1e9, **options))
     _, avg = golden.run(FedAvg(net=golden.net(), **options))
@@ -413,7 +413,7 @@ def test_fedsmoo_perturbations_have_the_radius(golden: Golden) -> None:
 
 
 def test_scaffold_of_one_step_keeps_the_gradient(golden: Golden) -> None:
-    """K = 1, no weight decay: c_i+ is exactly the client's gradient at w^t."""
+    """With K = 1 and no weight decay, c_i+ is exactly the client's gradient at w^t."""
     objective = SCAFFOLD(net=golden.net(), optimizer=SGD(lr=0.1))
     _, record = golden.run(objective, local_steps=1)
     net, (x, y) = golden.net().double(), golden.arrays[0]
@@ -425,7 +425,7 @@ def test_scaffold_of_one_step_keeps_the_gradient(golden: Golden) -> None:
 
 
 def test_fedadam_against_its_box(golden: Golden) -> None:
-    """Reddi et al., Algorithm 2, from the local models alone; v_0 = 0, then tau^2 with bias correction."""
+    """The box is Reddi et al.'s Algorithm 2, of the local models alone; v_0 = 0, then tau^2 with bias correction."""
     lr, b1, b2, tau = 0.05, 0.9, 0.99, 0.01
     for v0, corrected in (("0", False), ("tau2", True)):
         update = ServerAdam(lr, b1, b2, tau, v0=v0, bias_correction=corrected)
@@ -447,7 +447,7 @@ def test_fedadam_against_its_box(golden: Golden) -> None:
 
 @pytest.mark.parametrize("start", [2, 0.34])
 def test_swa_of_cycle_one_is_the_mean(golden: Golden, start: float) -> None:
-    """Of w^(t0+2), ..., w^T, while the clients go on from w."""
+    """It is that of w^(t0+2), ..., w^T, while the clients go on from w."""
     _, record = golden.run(FedAvg(net=golden.net(), optimizer=WD, averaging=SWA(start=start)))
     w = torch.stack([s.w for s in record.server])
     close(record.evaluated[-1], w[4:].mean(0))
@@ -455,7 +455,7 @@ def test_swa_of_cycle_one_is_the_mean(golden: Golden, start: float) -> None:
 
 
 def test_swa_cycle(golden: Golden) -> None:
-    """Cycle 2 from t0 = 2: collected at t = 4, and the learning rate falls within each cycle."""
+    """Cycle 2 from t0 = 2 collects at t = 4, and the learning rate falls within each cycle."""
     swa, lr = SWA(start=2, cycle=2, lr_min=0.01), 0.1
     _, record = golden.run(FedAvg(net=golden.net(), optimizer=SGD(lr=lr), averaging=swa))
     w = torch.stack([s.w for s in record.server])
@@ -547,7 +547,7 @@ def test_an_error_of_the_server_slot_shifts_the_fixed_point(
 @pytest.mark.long
 @pytest.mark.parametrize(("algorithm", "exact"), [(SCAFFOLD, True), (FedDyn, True), (FedAvg, False)])
 def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bool) -> None:
-    """f_i = h_i/2 ||w - b_i||^2, K_i from 3 to 8, half of the clients a round: the optimum, but for FedAvg."""
+    """With f_i = h_i/2 ||w - b_i||^2, K_i from 3 to 8 and 4 clients a round, all but FedAvg reach the optimum."""
     draw = np.random.default_rng(0)
     h, b, steps = draw.uniform(0.5, 2, 8), draw.normal(size=(8, 2)), [3, 4, 5, 6, 7, 8, 3, 8]
     clients = [(np.tile([h[i], *b[i]], (k, 1)), np.full(k, i % 2)) for i, k in enumerate(steps)]  # K_i batches of one

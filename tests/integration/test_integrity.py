@@ -41,19 +41,19 @@ MORE = "--trainer.max_rounds=8"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with all of its clients' rows in the file, and some of them pinned."""
+    """Returns a run with all of its clients' rows in the file, and some of them pinned."""
     root = tmp_path_factory.mktemp("made")
     return run("fit", f"--trainer.max_rounds={ROUNDS}", *ON_DISK, *KEEPS, root=root, model="SCAFFOLD")
 
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A copy of that run."""
+    """Returns a copy of that run."""
     return Path(shutil.copytree(made, tmp_path / made.parent.name / made.name))
 
 
 def complaint(folder: Path, *options: str, command: str = "fit") -> str:
-    """The one line that refuses to continue a run, in whose folder nothing changes."""
+    """Returns the one line that refuses to continue a run, in whose folder nothing changes."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit) as exit:
         resume(folder, *options, command=command)
@@ -84,7 +84,7 @@ def read_rows(folder: Path, content: dict[str, Any]) -> None:
 @pytest.mark.parametrize("flips", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["checkpoints/last.ckpt", "clients/rows.bin", "clients/rows.pins"])
 def test_every_flipped_bit_is_found(name: str, flips: int, folder: Path) -> None:
-    """In any byte; of rows.bin in those rows that the checkpoint refers to."""
+    """It may be in any byte; of rows.bin in those rows that the checkpoint refers to."""
     path, draw, content = folder / name, random.Random(3), last(folder)["clients"]
     original, size, positions = path.read_bytes(), content["file"]["row_bytes"], content["file"]["positions"].tolist()
     rows = [position * size + k for position in positions for k in range(size)]
@@ -237,7 +237,7 @@ def test_configs_of_a_resumed_run(folder: Path, capsys: pytest.CaptureFixture[st
     assert len(config_files(folder)) == 2 and "settings changed" not in capsys.readouterr().out
     uninterrupted = run("fit", MORE, *ON_DISK, *changed, *KEEPS, root=folder.parents[1], model="SCAFFOLD")
     assert [len(group.runs) for group in compare([folder, uninterrupted])] == [1, 1]
-    # from an older checkpoint, the later config is of a future that is trained once more
+    # from an older checkpoint, the rounds of the later config are trained once more
     (folder / "checkpoints" / "last.ckpt").write_bytes((folder / "checkpoints" / "round_4.ckpt").read_bytes())
     resume(folder)
     assert list(config_files(folder)) == [0, 4]
@@ -387,7 +387,7 @@ def test_a_run_folder_that_is_removed_meanwhile(tmp_path: Path) -> None:
 
 
 def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
-    """A full disk behind stdout, and a pipe that is closed meanwhile."""
+    """The disk behind stdout is full, or its pipe is closed meanwhile."""
     expected = state(train(tmp_path / "whole"))
     with open("/dev/full", "w") as full, redirect_stdout(full):
         assert_same(state(train(tmp_path / "full", Progress(min_seconds=0))), expected)
@@ -415,7 +415,7 @@ def test_an_error_in_on_exception_prevents_no_saving(tmp_path: Path) -> None:
 
 
 def test_a_signal_does_not_disturb_the_saving_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun sends it to the processes that have lost another one."""
+    """torchrun sends it to the processes that have lost another one."""
     write = files.save
 
     def save(path: Path, content: Any) -> None:
@@ -435,7 +435,7 @@ def test_a_signal_does_not_disturb_the_saving_after_an_error(tmp_path: Path, mon
 @pytest.mark.parametrize("gap", [0, pytest.param(0.01, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_save(number: signal.Signals, gap: float, tmp_path: Path) -> None:
-    """The first of them; the second and third change nothing."""
+    """The first of them does; the second and third change nothing."""
     args = ["--model=SCAFFOLD", *DIGITS, "--trainer.max_rounds=100000", f"--trainer.default_root_dir={tmp_path}"]
     never = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=100000"]
     with forked("fit", *args, *never, cwd=tmp_path) as child:

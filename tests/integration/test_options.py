@@ -31,7 +31,7 @@ from tests.runs import last, metrics, run
     ],
 )
 def test_schedule_by_hand(schedule: Schedule, expected: list[float]) -> None:
-    """Of four rounds; it multiplies the learning rate, and what decays by round."""
+    """There are four rounds; it multiplies the learning rate, and what decays by round."""
     optimizer = SGD(lr=0.2, lr_decay=0.5, schedule=schedule)
     assert [schedule(t, 4) for t in range(4)] == pytest.approx(expected)
     assert [optimizer.lr_at(t, 4) for t in range(4)] == pytest.approx(
@@ -40,7 +40,7 @@ def test_schedule_by_hand(schedule: Schedule, expected: list[float]) -> None:
 
 
 def test_cyclic_is_the_cycle_of_swa() -> None:
-    """From SWA's start on, with the learning rate at the end in place of a factor."""
+    """It is so from SWA's start on, with the learning rate at the end in place of a factor."""
     flat, swa, lr = FlatSpec(DigitsMLP()), SWA(start=0, cycle=10, lr_min=1e-4), 0.01
     cyclic = SGD(lr=lr, schedule=Cyclic(10, 1e-4 / lr))
     expected = [swa.local_lr(lr, RoundContext(t, 30, 1, flat)) for t in range(30)]
@@ -101,7 +101,7 @@ data:
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_label_smoothing(engine: str, tmp_path: Path) -> None:
-    """From YAML, with Mixup: trained with smoothed labels, evaluated (and flatness measured) without."""
+    """From YAML, with Mixup, a net is trained with smoothed labels, and evaluated (flatness, too) without."""
     (tmp_path / "mine.yaml").write_text(YAML)
     args = ["--trainer.precision=64-true", f"--trainer.engine={engine}", "--trainer.callbacks+=FlatnessMonitor"]
     args += ["--trainer.callbacks.metrics=[Sharpness]", "--model.optimizer.lr=1", "--trainer.max_rounds=6"]
@@ -123,7 +123,7 @@ def test_label_smoothing(engine: str, tmp_path: Path) -> None:
     x, y = next(data.eval_batches("test", torch.float64))
     plain = F.cross_entropy(objective.net(x), y).item()
     assert metrics(folder)["server/test/loss"][-1][1] == pytest.approx(plain)
-    assert hand.metrics["server/test/loss"] != pytest.approx(plain, rel=1e-3)  # one's own is as it is
+    assert hand.metrics["server/test/loss"] != pytest.approx(plain, rel=1e-3)  # a loss of one's own stays
     plain_loss = nn.CrossEntropyLoss(reduction="none")
     rise = sharpness(objective.net, plain_loss, lambda: data.eval_batches("train", torch.float64), 0.05)
     assert metrics(folder)["flatness/sharpness_all"][-1][1] == pytest.approx(rise)

@@ -160,7 +160,7 @@ def test_all_drawings_of_a_figure_and_one_of_them(
 
 @pytest.mark.slow
 def test_picture_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also which settings are not the paper's; and a partition needs no run."""
+    """It also says which settings are not the paper's; and a partition needs no run."""
     monkeypatch.chdir(tmp_path)
     cli("reproduce", "fedsmoo", "fig2", "--out=mine", *SMALL)
     (picture,) = Path("mine").rglob("*.png")

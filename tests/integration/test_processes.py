@@ -30,7 +30,7 @@ STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=7)
 @settings(max_examples=100, deadline=None)
 @given(steps=STEPS, processes=st.integers(1, 3))
 def test_assign(steps: list[int], processes: int) -> None:
-    """A partition, the same each time; nobody waits longer than Graham's bound, 4/3 - 1/(3 processes) of the best."""
+    """The parts are a partition, the same each time; the wait is at most Graham's 4/3 - 1/(3 processes) of the best."""
     parts = assign(steps, processes)
     assert len(parts) == processes and parts[0] and parts == assign(steps, processes)
     assert sorted(itertools.chain(*parts)) == list(range(len(steps)))
@@ -251,7 +251,7 @@ UNEVEN = ["--data.partition=many.Uneven", "--data.partition.alpha=1"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder but for the classes of ``many.py``."""
+    """Makes a working folder that is empty but for the classes of ``many.py``."""
     (tmp_path / "many.py").write_text(MANY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -260,7 +260,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch(size: int, *args: str, cwd: Path, nodes: int = 1) -> Path:
-    """Processes to a good and quiet end; their one run folder, below ``cwd / "many"``."""
+    """Runs processes to a good and quiet end; returns their one run folder, below ``cwd / "many"``."""
     sizes = [*processes(size), f"--trainer.num_nodes={nodes}"]
     with group(size, *args, *sizes, f"--trainer.default_root_dir={cwd / 'many'}", cwd=cwd, nodes=nodes) as children:
         assert_quiet(ended(children))
@@ -285,7 +285,7 @@ BANNER = re.compile("Initializing distributed|distributed_backend=|All distribut
 
 
 def assert_metrics(distributed: Path, single: Path, rounding: float) -> None:
-    """The same names and rounds; sums over batches, by process, are equal within ``measured``, all else but exactly."""
+    """Compares names, rounds and values; sums over batches, by process, are equal to ``rounding``, others to 1e-12."""
     logged, expected = metrics(distributed), metrics(single)
     assert logged.keys() == expected.keys() > {"flatness/lambda_max", "flatness/discrepancy"}
     for name, values in expected.items():
@@ -375,7 +375,7 @@ def test_programs_of_two_processes(
 
 @pytest.mark.slow
 def test_a_logger_ends_a_program_of_two_processes(folder: Path) -> None:
-    """One round later, as in single rounds."""
+    """It ends one round later, as in single rounds."""
     args = [*PROGRAMS[:4], "--trainer.callbacks+=many.Seen", "--trainer.callbacks.stops=true"]
     single = run("fit", *args, root=folder / "one", model="SCAFFOLD")
     distributed = launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=folder)
@@ -422,7 +422,7 @@ def test_three_unequal_processes(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_by_sums(folder: Path) -> None:
-    """Without ``deterministic``, on two nodes (both here): equal to rounding in float64."""
+    """Without ``deterministic``, on two nodes (both here), they are equal to rounding in float64."""
     args = [*ARGS, *UNEVEN, METRICS.format(300), "--trainer.precision=64-true"]
     single = run("fit", *args, root=folder / "one", model="many.Wild")
     sums = "--trainer.deterministic=false"
@@ -433,7 +433,7 @@ def test_two_nodes_by_sums(folder: Path) -> None:
 
 
 def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
-    """Within 1e-12 of the largest entry."""
+    """Asserts that all differences are within 1e-12 of the largest entry."""
     assert a.keys() == b.keys()
     for name in a:
         assert (a[name] - b[name]).abs().max() <= 1e-12 * b[name].abs().max(), name
@@ -442,7 +442,7 @@ def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", [[SCRIPT], [sys.executable, *TORCHRUN]], ids=["fabric", "torchrun"])
 def test_launchers(folder: Path, launcher: list[str]) -> None:
-    """New processes, started by Fabric and by torchrun."""
+    """Fabric and torchrun start new processes."""
     args = ["fit", "--model=SCAFFOLD", *DIGITS, *processes(2), f"--trainer.default_root_dir={folder / 'many'}"]
     with process(*launcher, *args, cwd=folder) as child:
         assert_quiet(ended([child]))
@@ -472,7 +472,7 @@ with with_starter():
     ],
 )
 def test_who_waits_for_others_ends_with_the_first_process(folder: Path, fit: bool, number: int) -> None:
-    """Whether it waits already, or is still being started; else it would hold the pipes open."""
+    """It ends whether it waits already or is still being started; else it would hold the pipes open."""
     (folder / "waits.py").write_text(WAITS)
     root = f"--trainer.default_root_dir={folder / 'many'}"
     command = [SCRIPT, "fit", *DIGITS, *processes(2), root] if fit else [sys.executable, str(folder / "waits.py")]
@@ -489,7 +489,7 @@ def test_who_waits_for_others_ends_with_the_first_process(folder: Path, fit: boo
 
 @pytest.mark.slow
 def test_torchrun_goes_on_after_a_kill(folder: Path) -> None:
-    """By itself, as often as it may; started again by hand with three processes in place of two, too."""
+    """It does so by itself; started again by hand with three processes in place of two, it goes on, too."""
     root = f"--trainer.default_root_dir={folder / 'many'}"
     args = ["fit", "--model=SCAFFOLD", *DIGITS, "--trainer.max_rounds=4", root]
     args += ["--trainer.callbacks+=many.KilledOnce", "--trainer.callbacks.rank=1", "--ckpt_path=auto"]
@@ -554,7 +554,7 @@ def test_the_end_of_one_process_ends_all(folder: Path, model: str, fault: str, r
     [*itertools.product(("FedSMOO", "SCAFFOLD"), (0, 0.00001, 1)), ("FedRep", 1), ("FedScarl", 0.00001)],
 )
 def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory: float) -> None:
-    """In memory, on disk or both: killed on 4, interrupted on 2, ended on 3, and as one process would have done it."""
+    """In memory, on disk or both, killed on 4, interrupted on 2, ended on 3, they are as on one process."""
     saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
     args = [
         *UNEVEN,
@@ -599,7 +599,7 @@ def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory
     ],
 )
 def test_a_mistake_is_reported_once(folder: Path, rank: str, message: str) -> None:
-    """By the first process if it meets it, otherwise by the one that does."""
+    """The first process reports it if it meets it, otherwise the one that does."""
     args = [*DIGITS, "--trainer.callbacks+=many.Mistaken", f"--trainer.callbacks.rank={rank}", *processes(2)]
     with group(2, "fit", "--model=FedAvg", *args, cwd=folder) as children:
         outputs = ended(children, 1)
@@ -608,7 +608,7 @@ def test_a_mistake_is_reported_once(folder: Path, rank: str, message: str) -> No
 
 
 def test_a_mistake_in_the_arguments_is_told_once(folder: Path) -> None:
-    """Though every process reads them, before they know of each other."""
+    """Every process reads them, before they know of each other."""
     with group(2, "fit", "--model=FedAvgg", *DIGITS, cwd=folder) as children:
         (_, line), other = ended(children, 1)
     assert line.startswith("error: model = FedAvgg: ") and other == ("", "")
@@ -625,7 +625,7 @@ def test_a_mistake_in_the_arguments_is_told_once(folder: Path) -> None:
     ],
 )
 def test_who_tells(env: dict[str, str], start: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the processes of a cluster before they know of each other: the first of each node."""
+    """Before the processes of a cluster know of each other, the first of each node tells."""
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():

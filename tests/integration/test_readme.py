@@ -48,7 +48,7 @@ def run(lines: list[str], folder: Path) -> str:
 
 @pytest.mark.slow
 def test_all_commands(tmp_path: Path) -> None:
-    """In a fresh copy of the repository, of which git sees no change afterwards; Python as well."""
+    """They run in a fresh copy of the repository, of which git sees no change afterwards; Python does as well."""
     clone(tmp_path)
     printed = run(commands(), tmp_path)
     assert "flatness: flatter" in printed, printed[-3000:]  # as README shows

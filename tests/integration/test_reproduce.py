@@ -71,7 +71,7 @@ def test_dry_run_without_data_of_unknown_shape(
 def test_dry_run_of_every_table(
     table: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At full size, without data: no round is trained, one step is measured for each data set and net."""
+    """It is at full size, without data: no round is trained, one step is measured for each data set and net."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prediction, "measure", None)
     if all(map(why_not, find(paper=table[0], table=table[1]))):
@@ -87,7 +87,7 @@ def test_dry_run_of_every_table(
 
 
 def test_seconds_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample's seconds times the samples that a run trains on, and a third of them for those that it evaluates."""
+    """They are a sample's seconds times the samples that are trained on, and a third of them for those evaluated."""
     data = Digits(num_clients=10, batch_size=20)
     data.setup()
     model = FedSAM(DigitsMLP())  # twice the passes of FedAvg
@@ -222,7 +222,7 @@ SMALL = ["--rounds=0.0005", *DIGITS, "--model.net.hidden=8"]
 
 
 def pictures(folder: str) -> list[str]:
-    """The pictures of a figure; each has lines of more than one colour, and fits a page's width at 300 dpi."""
+    """Returns a figure's pictures; each has lines of more than one colour, and fits a page's width at 300 dpi."""
     paths = sorted(Path(folder).glob("figure_*/**/*.png"))
     for path in paths:
         with Image.open(path) as image:

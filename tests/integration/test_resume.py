@@ -205,7 +205,7 @@ def test_wandb_run_keeps_its_id(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [7, pytest.param(None, marks=pytest.mark.skipif(not FORKS, reason="is patched"))])
 def test_kill_9(every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real process, killed with its children between two checkpoints, by rounds or by time."""
+    """A real process is killed with its children between two checkpoints, by rounds or by time."""
     rounds = "--trainer.max_rounds=60"
     saves = [] if every is None else ["--trainer.callbacks+=Checkpoints", f"--trainer.callbacks.every_n_rounds={every}"]
     monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
@@ -229,7 +229,7 @@ def test_kills_at_random_moments(kind: str, kills: int, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """No file may grow above 100 kB."""
+    """Lets no file grow above 100 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     yield
@@ -283,7 +283,7 @@ def test_longer_run_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_average_begins_again_if_it_had_begun_too_early(tmp_path: Path) -> None:
-    """At three quarters of 4 rounds, and of 8: until then the model itself is evaluated."""
+    """It begins at three quarters of 4 rounds, and of 8: until then the model itself is evaluated."""
 
     class Seen(Callback):
         def __init__(self) -> None:
@@ -302,7 +302,7 @@ def test_an_average_begins_again_if_it_had_begun_too_early(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_auto_continues_the_run_of_the_same_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not a newer one of the same name; a run of another config begins anew, and a finished one is left as it is."""
+    """It takes no newer one of its name; another config begins anew, and a finished run is left as it is."""
 
     def auto(*args: str) -> str:
         run("fit", *args, "--ckpt_path=auto", root=tmp_path)

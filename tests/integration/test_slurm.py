@@ -125,7 +125,7 @@ def daemons(root: Path) -> Iterator[None]:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder from which jobs can be submitted."""
+    """Makes a working folder from which jobs can be submitted."""
     (root := tmp_path / "slurm").mkdir()
     for name in ("state", "spool"):
         (root / name).mkdir()
@@ -171,7 +171,7 @@ def rounds(work: Path) -> int:
 
 @pytest.mark.long
 def test_job_goes_on_after_its_time_limit_and_a_preemption(slurm: Path) -> None:
-    """As the same job with the same options, in one run, to the bits of a run without SLURM."""
+    """It is the same job with the same options, in one run, to the bits of a run without SLURM."""
     job = submit()
     soon(lambda: rounds(slurm) >= 3)
     told("scancel", "--signal=USR1", job)  # what --signal=USR1@300 sends, and to whom
@@ -193,7 +193,7 @@ def test_job_goes_on_after_its_time_limit_and_a_preemption(slurm: Path) -> None:
 
 @pytest.mark.long
 def test_cancelled_job_ends(slurm: Path) -> None:
-    """And is saved; the same command goes on, and one of another config does not take its run."""
+    """It is saved; the same command goes on, and one of another config does not take its run."""
     job = submit()
     soon(lambda: rounds(slurm) >= 3)
     told("scancel", job)
@@ -208,7 +208,7 @@ def test_cancelled_job_ends(slurm: Path) -> None:
 
 
 def test_job_that_has_not_trained_does_not_start_again(slurm: Path) -> None:
-    """When the signal comes while Python still imports."""
+    """The signal comes while Python still imports."""
     job = submit()
     soon(lambda: shown(job, "JobState") == "RUNNING")
     soon(lambda: told("squeue", "-h", "--steps"))
@@ -231,7 +231,7 @@ def test_preemption_with_a_grace_time_starts_the_job_again(slurm: Path) -> None:
 
 @pytest.mark.long
 def test_array_of_jobs_shares_a_sweep(slurm: Path) -> None:
-    """At once; what one leaves that goes back into the queue, the array ends to the bits of a sweep without SLURM."""
+    """What one leaves that goes back into the queue, the array ends to the bits of a sweep without SLURM."""
     (slurm / "sweep.yaml").write_text(SWEEP)
     options = [*SIZES, "--ntasks-per-node=1", "--array=1-2", "--parsable", "--output=out_%a.txt"]
     array = told("sbatch", *options, str(SCRIPT), "sweep", "sweep.yaml").strip()

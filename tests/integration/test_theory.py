@@ -17,7 +17,7 @@ EXAMPLE = runpy.run_path(str(ROOT / "examples" / "theory.py"))
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(1, 6))
 def test_runs_end_where_the_theorem_says(number: int, tmp_path: Path) -> None:
-    """To rounding; fitted rates to a thousandth; what leaves out a term falls as this term does."""
+    """They do to rounding; fitted rates to a thousandth; what leaves out a term falls as this term does."""
     rows = EXAMPLE["THEOREMS"][number - 1](tmp_path)
     assert {row.theorem for row in rows} == {number} and len([*tmp_path.glob("*.png")]) == 1
     first, second = [row.error for row in rows if "first order" in row.quantity], [row.error for row in rows]

@@ -74,7 +74,7 @@ def test_server_of_a_fedpd(golden: Golden, method: Any) -> None:
 
 
 def test_size_of_a_fedpd(golden: Golden) -> None:
-    """The values of the spec's transcription."""
+    """The values are those of the spec's transcription."""
     models = {method: path(golden, method, beta=10) for method in (FedDyn, AFedPD)}
     distances = {method: norm(w - w[0]).flatten()[1:].tolist() for method, w in models.items()}
     assert distances[FedDyn] == pytest.approx([0.28827100, 0.54413654, 0.68800622, 1.00582819, 1.39640056, 1.86982242])

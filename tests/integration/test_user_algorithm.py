@@ -49,7 +49,7 @@ MONITOR = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 1, "
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder with one file of code and one config."""
+    """Makes a user's folder with one file of code and one config."""
     (tmp_path / "mine.py").write_text(MYPROX)
     config = {
         "model": {"class_path": "mine.MyProx", "init_args": {"mu": 0.5, "net": "DigitsMLP", "ascent": "SAM"}},
@@ -86,7 +86,7 @@ def test_a_constructor_without_annotations_is_made_from_a_config(first: str, fol
 
 @pytest.mark.slow
 def test_in_a_new_process(folder: Path) -> None:
-    """The file lies in the working folder, nothing is installed."""
+    """The file lies in the working folder, and nothing is installed."""
     with process(SCRIPT, "fit", "--config", "mine.yaml", cwd=folder) as child:
         _, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
