@@ -275,33 +275,33 @@ def test_flatness_on_a_device(name: str, kind: str, tmp_path: Path) -> None:
 def test_what_the_simulation_refuses() -> None:
     """Otherwise the tests above would show nothing."""
     with Device() as device:
-        host, here = torch.ones(3), torch.ones(3).to("cuda")
-        assert here.is_cuda and (here * 2 + torch.tensor(1.0)).is_cuda and not host.is_cuda
-        assert here[1:].is_cuda and torch.zeros(3, device=here.device).is_cuda and not here.cpu().is_cuda
-        zero, one, mask = torch.tensor(0.0), torch.tensor(1.0), here > 0
+        host, cuda = torch.ones(3), torch.ones(3).to("cuda")
+        assert cuda.is_cuda and (cuda * 2 + torch.tensor(1.0)).is_cuda and not host.is_cuda
+        assert cuda[1:].is_cuda and torch.zeros(3, device=cuda.device).is_cuda and not cuda.cpu().is_cuda
+        zero, one, mask = torch.tensor(0.0), torch.tensor(1.0), cuda > 0
         for mixture in (
-            lambda: here + host, lambda: torch.stack([here, host]), lambda: host.add_(here), lambda: zero.add_(here[0]),
-            lambda: here.clamp(zero, one), lambda: torch.addcmul(here, here, one), lambda: here.lerp(here, one),
+            lambda: cuda + host, lambda: torch.stack([cuda, host]), lambda: host.add_(cuda), lambda: zero.add_(cuda[0]),
+            lambda: cuda.clamp(zero, one), lambda: torch.addcmul(cuda, cuda, one), lambda: cuda.lerp(cuda, one),
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match="same device"):
                 mixture()
         with pytest.raises(TypeError, match="numpy"):
-            here.numpy()
+            cuda.numpy()
         device.events.clear()
         for waits in (
-            here.sum().item, lambda: float(here[0]), here.tolist, here.cpu, lambda: here[here > 0], here.nonzero,
-            lambda: bool(here.any()), lambda: torch.tensor([1.0], device="cuda"), lambda: here[torch.tensor([0])],
-            lambda: host.to(here), lambda: here.new_tensor(1.0), lambda: host.copy_(here),
-            lambda: torch.where(mask, here, zero), lambda: here.masked_fill(mask, here[0]), lambda: here.unique(),
-            lambda: torch.zeros(1 << 16).to("cuda", non_blocking=True), lambda: here.repeat_interleave(mask.long()),
+            cuda.sum().item, lambda: float(cuda[0]), cuda.tolist, cuda.cpu, lambda: cuda[cuda > 0], cuda.nonzero,
+            lambda: bool(cuda.any()), lambda: torch.tensor([1.0], device="cuda"), lambda: cuda[torch.tensor([0])],
+            lambda: host.to(cuda), lambda: cuda.new_tensor(1.0), lambda: host.copy_(cuda),
+            lambda: torch.where(mask, cuda, zero), lambda: cuda.masked_fill(mask, cuda[0]), lambda: cuda.unique(),
+            lambda: torch.zeros(1 << 16).to("cuda", non_blocking=True), lambda: cuda.repeat_interleave(mask.long()),
         ):  # fmt: skip
             before = device.count("wait")
             waits()
             assert device.count("wait") == before + 1
         before = device.count("wait")
         for tensor in (
-            torch.where(mask, here, 0), here.masked_fill(mask, zero), here.maximum(zero), one / here, one * here[0],
-            here.clamp(min=zero), here.repeat_interleave(mask.long(), output_size=3),
+            torch.where(mask, cuda, 0), cuda.masked_fill(mask, zero), cuda.maximum(zero), one / cuda, one * cuda[0],
+            cuda.clamp(min=zero), cuda.repeat_interleave(mask.long(), output_size=3),
         ):  # fmt: skip
             assert tensor.is_cuda
         assert host.to("cuda", non_blocking=True).sum().is_cuda and device.count("copy") == 1
