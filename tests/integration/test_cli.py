@@ -121,7 +121,7 @@ def test_the_arguments_that_began_a_run_continue_it(tmp_path: Path) -> None:
 
 
 def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path) -> None:
-    """It has none in configs and as an argument: else a trace would be measured on the test set because lambda_max was."""
+    """Otherwise a trace, in a config or an argument, would be measured on the test set because lambda_max was."""
     first, second = (tmp_path / name for name in ("first.yaml", "second.yaml"))
     measure = {"class_path": "LambdaMax", "init_args": {"samples": 64, "split": "test"}}
     monitor = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 5, "metrics": [measure]}}
