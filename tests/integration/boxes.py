@@ -75,11 +75,11 @@ class Problem:
         return torch.autograd.grad(loss(self.logits(k, v), self.data[k][1]), v)[0]
 
     def sharp(self, t: int, k: int, v: Tensor, ascent: Ascent | None) -> Tensor:
-        """g at v + e, with e from the loss gradient alone (A 1.3, 1.4)."""
+        """Returns g at v + e, with e from the loss gradient alone (A 1.3, 1.4)."""
         return self.g(k, v if ascent is None else v + ascent(self, t, k, v))
 
     def sgd(self, t: int, k: int, v: Tensor, d: Callable[[Tensor], Any]) -> Tensor:
-        """A 0, SGDstep: m = mu m + (u + wd v), v - lr m, from a zero buffer; ``d`` may add an unclipped part."""
+        """Runs A 0, SGDstep: m = mu m + (u + wd v), v - lr m, from a zero buffer; ``d`` may add an unclipped part."""
         m = self.zero
         for _ in range(self.K[k]):
             u, free = x if isinstance(x := d(v), tuple) else (x, self.zero)
@@ -90,7 +90,7 @@ class Problem:
         return v
 
     def p(self, S: list[int]) -> dict[int, float]:
-        """Weights of the models in their mean."""
+        """Returns the weights of the models in their mean."""
         if self.s.weighting == "uniform":
             return {k: 1 / len(S) for k in S}
         return {k: self.n[k] / sum(self.n[j] for j in S) for k in S}
@@ -109,7 +109,7 @@ def plain_mean(xs: dict[int, Tensor]) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """A 5, eps in norms: 1e-12, and zero gives zero."""
+    """Returns x over its norm: A 5, eps in norms is 1e-12, and zero gives zero."""
     return x / (x.norm() + 1e-12)
 
 
@@ -450,7 +450,7 @@ def fedgloss(
 
 
 def kl(teacher: Tensor, z: Tensor, tau: float) -> Tensor:
-    """KL(softmax(teacher / tau) || softmax(z / tau)), summed over classes, mean over the batch."""
+    """Returns KL(softmax(teacher / tau) || softmax(z / tau)), summed over classes, averaged over the batch."""
     return kl_div(log_softmax(z / tau, 1), softmax(teacher / tau, 1), reduction="batchmean")
 
 

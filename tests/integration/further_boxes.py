@@ -75,20 +75,20 @@ def fedlc(P: Problem, tau: float, others: bool = False) -> Models:
 
 
 def _plain(P: Problem, loss: Callable[[int, int, Tensor], Loss]) -> Iterator[Tensor]:
-    """FedAvg with a loss of round, client and received model."""
+    """Runs FedAvg with a loss of round, client and received model."""
     w = P.w0
     yield w
     for t, S in P.rounds():
         wk = {}
         for k in S:
-            own = loss(t, k, w)
-            wk[k] = P.sgd(t, k, w, lambda v, k=k, own=own: P.g(k, v, own))
+            client_loss = loss(t, k, w)
+            wk[k] = P.sgd(t, k, w, lambda v, k=k, client_loss=client_loss: P.g(k, v, client_loss))
         w = P.mean(wk)
         yield w
 
 
 def hidden(P: Problem, k: int, v: Tensor) -> Tensor:
-    """What the last linear layer of the golden net sees."""
+    """Returns what the last linear layer of the golden net sees."""
     p = P.split(v)
     x = torch.nn.functional.conv2d(P.data[k][0], p["conv.weight"], p["conv.bias"], padding=1)
     x = torch.max_pool2d(torch.relu(x), 2).flatten(1)
@@ -112,8 +112,8 @@ def moon(P: Problem, mu: float, tau: float, initial: bool = False) -> Models:
                     return g
                 v = v.detach().requires_grad_()
                 z, z_glob, z_prev = hidden(P, k, v), hidden(P, k, w[t]), hidden(P, k, last[k])
-                both = torch.stack([cos(z, z_glob), cos(z, z_prev)], 1) / tau
-                term = cross_entropy(both, torch.zeros(len(z), dtype=torch.int64))
+                cosines = torch.stack([cos(z, z_glob), cos(z, z_prev)], 1) / tau
+                term = cross_entropy(cosines, torch.zeros(len(z), dtype=torch.int64))
                 return g + mu * torch.autograd.grad(term, v)[0]
 
             wk[k] = P.sgd(t, k, w[t], d)
@@ -123,11 +123,11 @@ def moon(P: Problem, mu: float, tau: float, initial: bool = False) -> Models:
 
 
 def decorr(z: Tensor, code: bool) -> Tensor:
-    """A FedDecorr: the term."""
+    """Returns the term of A FedDecorr."""
     N, d = z.shape
     S = (z - z.mean(0)) / (1e-8 + z.var(0)).sqrt()
-    off = (S.T @ S)[~torch.eye(d, dtype=torch.bool)]
-    return (off**2).mean() / N if code else ((off / (N - 1)) ** 2).sum() / d**2
+    off_diagonal = (S.T @ S)[~torch.eye(d, dtype=torch.bool)]
+    return (off_diagonal**2).mean() / N if code else ((off_diagonal / (N - 1)) ** 2).sum() / d**2
 
 
 def feddecorr(P: Problem, beta: float, code: bool = False) -> Models:
@@ -147,7 +147,7 @@ def feddecorr(P: Problem, beta: float, code: bool = False) -> Models:
 
 
 def falling(P: Problem, t: int, k: int, v: Tensor, rho: float, d: Callable[[Tensor], Tensor]) -> Tensor:
-    """The local loop with eta_b = eta ((1 - b/K) + (b/K) rho)."""
+    """Runs the local loop with eta_b = eta ((1 - b/K) + (b/K) rho)."""
     m, K = P.zero, P.K[k]
     for b in range(K):
         u = d(v)
@@ -194,9 +194,9 @@ def fedwmsam(
 
             def d(v: Tensor, k: int = k, Di: Tensor = Di) -> Tensor:
                 nonlocal b
-                to = w[t] + b * Di - v
+                direction = w[t] + b * Di - v
                 b += 1
-                return a * P.g(k, v + sign * rho * to / (to.norm() + 1e-7)) + (1 - a) * Di
+                return a * P.g(k, v + sign * rho * direction / (direction.norm() + 1e-7)) + (1 - a) * Di
 
             u[k] = P.sgd(t, k, w[t], d) - w[t]
             new[k] = ci[k] - c - u[k] / (P.K[k] * P.lr[t])
@@ -331,7 +331,7 @@ def fedadamw(P: Problem, eta: float, gamma: float, running: bool = False) -> Mod
 
 
 def along(x: Tensor) -> Tensor:
-    """unit(d) = d / ||d||, and unit(0) = 0."""
+    """Returns unit(d) = d / ||d||, where unit(0) = 0."""
     return x / x.norm() if x.norm() > 0 else x
 
 
@@ -356,8 +356,8 @@ def fedscar(
         v0 = {}
         for i in S:  # 2
             if i in z:
-                way = w[t] - z[i] - (m[i] if variant == "Scarl" else 0)
-                b[i] = b[i] + (a[i] if variance else alpha) * along(way)
+                direction = w[t] - z[i] - (m[i] if variant == "Scarl" else 0)
+                b[i] = b[i] + (a[i] if variance else alpha) * along(direction)
                 v0[i] = w[t] + b[i]
             else:
                 v0[i] = w[t]
@@ -421,7 +421,7 @@ def fedscar4(P: Problem, alpha: float, beta: float) -> Models:
 
 
 def activations(P: Problem, k: int, v: Tensor) -> list[Tensor]:
-    """The outputs of the convolution and of the first linear layer after ReLU, pooling not counted."""
+    """Returns the outputs of the convolution and of the first linear layer after ReLU, before pooling."""
     p, (x, _) = P.split(v), P.data[k]
     conv = relu(conv2d(x, p["conv.weight"], p["conv.bias"], padding=1))
     fc1 = relu(linear(max_pool2d(conv, 2).flatten(1), p["fc1.weight"], p["fc1.bias"]))

@@ -36,7 +36,7 @@ def test_cases_take_turns_and_one_that_fails_is_left_out(capsys: pytest.CaptureF
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "suite", [pytest.param(each, marks=[pytest.mark.long] * (each not in SHORT)) for each in cases.suites(True)]
+    "suite", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in cases.suites(True)]
 )
 def test_a_suite_in_small(suite: str, tmp_path: Path) -> None:
     """Each case that could be started has all numbers that a column of its table shows."""
@@ -51,13 +51,13 @@ def test_a_suite_in_small(suite: str, tmp_path: Path) -> None:
         "--out",
         tmp_path / "out.json",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     chosen, columns = cases.suites(True)[suite]
     rows = json.loads((tmp_path / "out.json").read_text())[suite]
-    left = [line.split()[0] for line in done.stderr.splitlines() if "is left out" in line]
-    assert set(left) <= {"hessian-eigenthings"}, done.stderr
-    assert {line["case"] for line in rows} == {case.name for case in chosen} - {*left}
-    assert {key for line in rows for key in line} >= {*columns} and f"| {suite} | {columns[0]} |" in done.stdout
+    left_out = [line.split()[0] for line in process.stderr.splitlines() if "is left out" in line]
+    assert set(left_out) <= {"hessian-eigenthings"}, process.stderr
+    assert {line["case"] for line in rows} == {case.name for case in chosen} - {*left_out}
+    assert {key for line in rows for key in line} >= {*columns} and f"| {suite} | {columns[0]} |" in process.stdout
 
 
 @pytest.mark.long
@@ -67,15 +67,15 @@ def test_the_contest_takes_its_place_among_the_rows(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(contest, name, Path(copy))
     monkeypatch.setattr(contest, "machine", lambda: "mine")
     before = contest.stored()
-    only = ["--only", "plain loop;auto;graphed", "--turns", "1", "--seconds", "0", "--rounds", "2"]
-    monkeypatch.setattr(sys, "argv", ["contest", "--work", "W3-MLP", "--methods", "FedAvg,FedSAM", *only])
+    options = ["--only", "plain loop;auto;graphed", "--turns", "1", "--seconds", "0", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", ["contest", "--work", "W3-MLP", "--methods", "FedAvg,FedSAM", *options])
     contest.main()
-    new = contest.stored()[len(before) :]
+    rows = contest.stored()[len(before) :]
     assert contest.stored()[: len(before)] == before
-    assert [(line["method"], line["contestant"]) for line in new] == [
-        (method, who) for method in ("FedAvg", "FedSAM") for who in ("plain loop", "auto", "graphed")
+    assert [(line["method"], line["contestant"]) for line in rows] == [
+        (method, contestant) for method in ("FedAvg", "FedSAM") for contestant in ("plain loop", "auto", "graphed")
     ]
-    assert new[2]["vs_plain_low"] <= new[2]["vs_plain"] <= new[2]["vs_plain_high"]
+    assert rows[2]["vs_plain_low"] <= rows[2]["vs_plain"] <= rows[2]["vs_plain_high"]
     assert "**mine**\n\n| W3-MLP: DigitsMLP, ms a round |" in contest.PAGE.read_text()
 
 
@@ -89,7 +89,7 @@ def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def drawn(path: Path) -> bool:
-    """Whether there is a picture in colours."""
+    """Returns whether there is a picture in colours."""
     return len(Image.open(path).convert("RGB").getcolors(1 << 20) or []) > 20
 
 
@@ -98,8 +98,8 @@ def test_a_page_of_an_algorithm_is_drawn(docs: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pages, "PLAIN", f"{pages.PLAIN} --trainer.max_rounds 8")
     pages.algorithms("feddyn")
     assert drawn(docs / "algorithms/feddyn-figure.png")
-    written = (docs / "runs/FedDyn_SAM/version_0/config.yaml").read_text()
-    ascent = yaml.safe_load(written)["model"]["init_args"]["ascent"]
+    config = (docs / "runs/FedDyn_SAM/version_0/config.yaml").read_text()
+    ascent = yaml.safe_load(config)["model"]["init_args"]["ascent"]
     assert ascent["class_path"].endswith(".SAM") and ascent["init_args"]["rho"] == 0.1
 
 
@@ -118,11 +118,11 @@ def test_hours_of_devices_are_trained_and_drawn(docs: Path, monkeypatch: pytest.
 
 
 def short(name: str, rounds: int, **values: slice) -> None:
-    """A sweep of the package with fewer values, where the program finds it first."""
+    """Writes a sweep of the package with fewer values, where the program finds it first."""
     sweep = yaml.safe_load((ROOT / f"configs/sweeps/{name}.yaml").read_text())
     for key, part in values.items():
-        found = sweep["parameters"][key.replace("__", ".")]
-        found["values"] = found["values"][part]
+        parameter = sweep["parameters"][key.replace("__", ".")]
+        parameter["values"] = parameter["values"][part]
     sweep["parameters"]["trainer.max_rounds"] = {"value": rounds}
     Path("sweeps").mkdir()
     Path(f"sweeps/{name}").write_text(yaml.safe_dump(sweep))

@@ -283,7 +283,7 @@ CASES |= {
 
 
 def instead(k: dict[str, object], optimizer: fl.LocalOptimizer) -> dict[str, object]:
-    """The arguments with another optimizer, of the same decay and clipping."""
+    """Returns the arguments with another optimizer, of the same decay and clipping."""
     sgd = k.get("optimizer", fl.SGD())
     assert isinstance(sgd, fl.SGD)
     optimizer.clip, optimizer.lr_decay = sgd.clip, sgd.lr_decay
@@ -450,7 +450,7 @@ def problem(golden: Golden, s: Setting) -> Problem:
 
 
 def run(golden: Golden, make: Make, s: Setting) -> fl.Trajectory:
-    """The package's run of the setting."""
+    """Returns the package's run of the setting."""
     optimizer = fl.SGD(lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay, clip=s.clip, lr_decay=s.lr_decay)
     objective = make(net=golden.net(), optimizer=optimizer, weighting=s.weighting)
     golden.schedule = s.schedule or golden.schedule
@@ -472,9 +472,9 @@ def test_box(golden: Golden, case: str, setting: str) -> None:
 
 
 def test_every_algorithm_has_a_box() -> None:
-    made = {type(make(net=torch.nn.Linear(2, 2))).__name__ for _, make in CASES.values()}
+    names = {type(make(net=torch.nn.Linear(2, 2))).__name__ for _, make in CASES.values()}
     elsewhere = {"STildeAM"}  # tests/trainer/test_centralized.py
-    assert {entry.name for entry in entries()} - made == elsewhere
+    assert {entry.name for entry in entries()} - names == elsewhere
 
 
 @pytest.mark.sampled(quick=2)
@@ -507,7 +507,7 @@ UNEQUAL_STEPS = (
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("case", UNEQUAL_STEPS)
 def test_box_unequal_steps(golden: Golden, case: str, momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that hold copies of one sample: 3, 4, 5, 3 minibatches of 8, with the same gradient on each."""
+    """Clients hold copies of one sample: 3, 4, 5, 3 minibatches of 8, with the same gradient on each."""
     s, (box, make) = Setting(momentum=momentum, batch=8, local_steps=None, weight_decay=1e-3), CASES[case]
     golden.arrays = [(x[:1].repeat(len(x), 0), y[:1].repeat(len(y), 0)) for x, y in golden.arrays]
     monkeypatch.setattr("tests.problem.Arrays", lambda batch_size, **k: fl.Arrays(batch_size=8, **k))

@@ -28,7 +28,7 @@ FRAGMENTS = sorted(path for name in ("compositions", "presets") for path in (FOL
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with client state, an average of models and a held-out part."""
+    """Returns the folder of a run with client state, an average of models and a held-out part."""
     root = tmp_path_factory.mktemp("done")
     args = "--model.ascent=ASAM --model.ascent.rho=0.3 --model.averaging=SWA --model.averaging.start=1"
     options = "--data.val_fraction=0.1 --trainer.max_rounds=4 --trainer.seed=7 --trainer.callbacks+=Curves"
@@ -52,19 +52,19 @@ def test_saved_config_runs_again_to_the_same_bits(done: Path, tmp_path: Path) ->
     assert saved["trainer"]["seed"] == 7
     assert "ckpt_path" not in saved
     cli("fit", f"--config={done / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path}")
-    again = newest(tmp_path)
-    assert again != done
-    assert_same(state(again), state(done))
-    assert metrics(again) == metrics(done)
+    rerun = newest(tmp_path)
+    assert rerun != done
+    assert_same(state(rerun), state(done))
+    assert metrics(rerun) == metrics(done)
 
 
 def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = f"--trainer.default_root_dir={tmp_path / 'runs'}"
     args = ["--model=FedGloSS", *DIGITS, "--model.rho=0.25", "--trainer.callbacks+=FlatnessMonitor", root]
     printed = []
-    for given in (args, [f"--config={tmp_path / 'config.yaml'}"]):
+    for options in (args, [f"--config={tmp_path / 'config.yaml'}"]):
         with pytest.raises(SystemExit) as exit:
-            cli("fit", *given, "--print_config")
+            cli("fit", *options, "--print_config")
         assert exit.value.code in (0, None)
         printed.append(capsys.readouterr().out)
         (tmp_path / "config.yaml").write_text(printed[-1])
@@ -76,20 +76,20 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_whole_numbers_in_every_spelling() -> None:
-    found = FederatedCLI("fit", "--model=FedAvg", *DIGITS, "--trainer.max_rounds=1e1", "--trainer.seed=3.0").config
-    assert (found.trainer.max_rounds, found.trainer.seed) == (10, 3)
+    config = FederatedCLI("fit", "--model=FedAvg", *DIGITS, "--trainer.max_rounds=1e1", "--trainer.seed=3.0").config
+    assert (config.trainer.max_rounds, config.trainer.seed) == (10, 3)
 
 
 def test_append_adds_to_what_null_stands_for() -> None:
-    """Also after settings, and to a list that is given."""
+    """It does so after settings, too, and to a list that is given."""
     default, key = ["LambdaMax", "Discrepancy"], "--trainer.callbacks.metrics"
     appended = [f"{key}+=Spectrum", f"{key}.k=3"]
-    for given, expected in (
+    for settings, expected in (
         ([], default),
         (["--trainer.callbacks.every_n_rounds=5"], default),
         ([f"{key}=[LPF]"], ["LPF"]),
     ):
-        args = ["--trainer.callbacks+=FlatnessMonitor", *given, *appended]
+        args = ["--trainer.callbacks+=FlatnessMonitor", *settings, *appended]
         (monitor,) = FederatedCLI("fit", "--model=FedAvg", *DIGITS, *args).config.trainer.callbacks
         measures = monitor.init_args.metrics
         assert [measure.class_path for measure in measures] == [
@@ -115,13 +115,13 @@ def test_the_arguments_that_began_a_run_continue_it(tmp_path: Path) -> None:
     assert last(folder)["round"] == 3
     one, other = (yaml.safe_load((folder / name).read_text()) for name in ("config.yaml", "config_round_2.yaml"))
     assert one["trainer"]["callbacks"] == other["trainer"]["callbacks"] and len(one["trainer"]["callbacks"]) == 2
-    more = ["--trainer.callbacks+=[Curves, Trajectory]", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}"]
-    found = FederatedCLI("fit", *more).config.trainer.callbacks
-    assert [each.class_path.rpartition(".")[2] for each in found] == ["Checkpoints", "Curves", "Trajectory"]
+    options = ["--trainer.callbacks+=[Curves, Trajectory]", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}"]
+    callbacks = FederatedCLI("fit", *options).config.trainer.callbacks
+    assert [callback.class_path.rpartition(".")[2] for callback in callbacks] == ["Checkpoints", "Curves", "Trajectory"]
 
 
 def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path) -> None:
-    """In a config and as an argument: else a trace would be measured on the test set because lambda_max was."""
+    """Otherwise a trace, in a config or an argument, would be measured on the test set because lambda_max was."""
     first, second = (tmp_path / name for name in ("first.yaml", "second.yaml"))
     measure = {"class_path": "LambdaMax", "init_args": {"samples": 64, "split": "test"}}
     monitor = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 5, "metrics": [measure]}}
@@ -131,36 +131,36 @@ def test_a_list_that_is_given_anew_has_nothing_of_the_one_before(tmp_path: Path)
     compress = {"class_path": "Compress", "init_args": {"method": "qsgd"}}
     second.write_text(yaml.safe_dump({"trainer": {"callbacks": [anew]}, "model": {"init_args": {"parts": [compress]}}}))
 
-    def made(*args: str) -> Any:
+    def parse(*args: str) -> Any:
         return FederatedCLI("fit", "--model=FedAvg", *DIGITS, *args).config
 
-    alone = made(f"--config={second}")
+    expected = parse(f"--config={second}")
     lists = f"--trainer.callbacks={[anew]}", f"--model.parts={[compress]}"
-    for given in ([f"--config={second}"], lists):
-        found = made(f"--config={first}", *given)
-        assert found.trainer.callbacks == alone.trainer.callbacks
-        assert found.model.init_args.parts == alone.model.init_args.parts
+    for settings in ([f"--config={second}"], lists):
+        config = parse(f"--config={first}", *settings)
+        assert config.trainer.callbacks == expected.trainer.callbacks
+        assert config.model.init_args.parts == expected.model.init_args.parts
     second.write_text("data:\n  augment: {class_path: ScaledCrop, init_args: {size: [3, 4]}}\n")
-    two = [f"--config={second}"] * 2  # a pair is no list
-    assert made(*two, "--data.augment.size=[4,5]").data.init_args.augment.init_args.size == (4, 5)
+    configs = [f"--config={second}"] * 2  # a pair is no list
+    assert parse(*configs, "--data.augment.size=[4,5]").data.init_args.augment.init_args.size == (4, 5)
     second.write_text("trainer: [")
     with pytest.raises(SystemExit, match=r"error: config = .*second.yaml: while parsing a flow"):
         cli("fit", f"--config={second}")
-    (kept,) = made(f"--config={first}", "--trainer.callbacks.metrics=[HessianTrace]").trainer.callbacks
-    assert kept.init_args.every_n_rounds == 5
-    assert kept.init_args.metrics == alone.trainer.callbacks[0].init_args.metrics
+    (callback,) = parse(f"--config={first}", "--trainer.callbacks.metrics=[HessianTrace]").trainer.callbacks
+    assert callback.init_args.every_n_rounds == 5
+    assert callback.init_args.metrics == expected.trainer.callbacks[0].init_args.metrics
 
 
 @pytest.mark.slow
 def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the config's: not what it does not know, nor what the command line gives."""
+    """It keeps settings of the config that it knows, and that the command line does not give."""
     args = [f"--config={FOLDER / 'quickstart.yaml'}", *DIGITS, "--trainer.callbacks=null", "--trainer.local_steps=1"]
     cli("fit", f"--trainer.default_root_dir={tmp_path}", *args, "--model", "FedDyn", "--model.ascent=null")
     assert "model = FedDyn: keeps beta, optimizer of the config's FedGloSS; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("config", "given", "now", "names"),
+    ("config", "args", "init_args", "names"),
     [
         ({"beta": 0.7, "use_dual": False}, [], {"beta": 10.0, "use_dual": False}, ["use_dual"]),
         ({"beta": 0.7}, ["--model.init_args.beta=0.5"], {"beta": 0.5}, []),
@@ -174,14 +174,14 @@ def test_another_algorithm_says_what_it_keeps(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_what_is_kept_has_the_value_of_the_config(
-    config: dict[str, Any], given: list[str], now: dict[str, Any], names: list[str], tmp_path: Path
+    config: dict[str, Any], args: list[str], init_args: dict[str, Any], names: list[str], tmp_path: Path
 ) -> None:
     """False is a value, too; one that is given, dropped or another class's default is not kept."""
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump({"model": {"class_path": "FedDyn", "init_args": config}}))
-    before = model_of_configs([f"--config={path}", "--model", "FedGloSS", *given])
-    assert kept(before, {"class_path": "fl_lightning.FedGloSS", "init_args": now}) == names
-    assert kept(before, {"class_path": "fl_lightning.FedDyn", "init_args": now}) == []
+    config_model = model_of_configs([f"--config={path}", "--model", "FedGloSS", *args])
+    assert kept(config_model, {"class_path": "fl_lightning.FedGloSS", "init_args": init_args}) == names
+    assert kept(config_model, {"class_path": "fl_lightning.FedDyn", "init_args": init_args}) == []
 
 
 @pytest.mark.parametrize(("command", "split"), [("validate", "val"), ("test", "test")])
@@ -209,14 +209,14 @@ def test_validate_without_held_out_data(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_averaged_model_is_what_a_checkpoint_gives(done: Path) -> None:
     """The test above is of the average, then, not of the server's last model."""
-    found = last(done)
-    model = torch.cat([value.reshape(-1) for value in found["state_dict"].values()])
-    assert torch.equal(model, found["server"]["swa_w"])
-    assert not torch.equal(model, found["server"]["w"])
+    checkpoint = last(done)
+    model = torch.cat([value.reshape(-1) for value in checkpoint["state_dict"].values()])
+    assert torch.equal(model, checkpoint["server"]["swa_w"])
+    assert not torch.equal(model, checkpoint["server"]["w"])
 
 
 def test_flags_alone(tmp_path: Path) -> None:
-    """Bare names and nested overrides, no config file, defaults for the rest."""
+    """Bare names and nested overrides suffice: there is no config file, and the rest has its defaults."""
     args = (
         "fit --model SCAFFOLD --model.net DigitsMLP --model.ascent ASAM --model.ascent.rho 0.3 --model.averaging SWA "
         "--data Digits --trainer.max_rounds 2"
@@ -247,8 +247,8 @@ def test_composition_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(COMPOSITION))
     root = f"--trainer.default_root_dir={tmp_path}"
     cli("fit", "--config", str(tmp_path / "mine.yaml"), "--model.ascent.rho=0.2", root)
-    found = last(newest(tmp_path))
-    assert set(found["server"]) == {"w", "c", "server_v", "swa_w", "swa_n"}
+    checkpoint = last(newest(tmp_path))
+    assert set(checkpoint["server"]) == {"w", "c", "server_v", "swa_w", "swa_n"}
     config = yaml.safe_load((newest(tmp_path) / "config.yaml").read_text())
     assert config["model"]["init_args"]["ascent"]["class_path"] == "fl_lightning.ASAM"
     assert config["model"]["init_args"]["ascent"]["init_args"]["rho"] == 0.2
@@ -270,8 +270,8 @@ def test_help(args: str, code: int, expected: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as exit:
         cli(*args.split())
     assert (exit.value.code or 0) == code
-    shown = capsys.readouterr()
-    assert expected in shown.out and not shown.err
+    captured = capsys.readouterr()
+    assert expected in captured.out and not captured.err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,14 +284,14 @@ def test_list_in_a_process_of_its_own(tmp_path: Path) -> None:
         out, err = child.communicate(timeout=600)
         assert child.returncode == 0
     assert err == ""
-    shown = {line.split()[0] for line in out.splitlines() if line.strip()}
-    assert set(algorithms.__all__) <= shown
+    names = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert set(algorithms.__all__) <= names
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise in the form of CIFAR, for configs whose data have to be downloaded."""
+    """Returns noise in the form of CIFAR, for configs whose data have to be downloaded."""
     path, rng = tmp_path_factory.mktemp("images") / "noise.npz", np.random.default_rng(0)
     x, y = rng.integers(0, 256, (500, 32, 32, 3), dtype=np.uint8), np.arange(500) % 10
     np.savez(path, x_train=x, y_train=y, x_test=x[:20], y_test=y[:20])
@@ -307,27 +307,27 @@ def test_config_of_the_repository(config: Path, images: Path, tmp_path: Path) ->
     if "FashionMNIST" in data:
         generated.fashion_mnist(tmp_path / "data", 400)
         noise = [f"--data.data_dir={tmp_path / 'data'}"]
-    instead = [] if "Digits" in data else [*noise, *small]
-    cli("fit", f"--config={config}", *instead, "--trainer.max_rounds=2", f"--trainer.default_root_dir={tmp_path}")
+    overrides = [] if "Digits" in data else [*noise, *small]
+    cli("fit", f"--config={config}", *overrides, "--trainer.max_rounds=2", f"--trainer.default_root_dir={tmp_path}")
     assert last(newest(tmp_path))["round"] == 2
 
 
 @pytest.mark.sampled(quick=9, slow=2)
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: "-".join(path.parts[-2:]))
 def test_fragment_over_the_quickstart(fragment: Path, tmp_path: Path) -> None:
-    """Presets and compositions: each is taken as it stands, and trains."""
-    quickstart, said = FOLDER / "quickstart.yaml", yaml.safe_load(fragment.read_text())
+    """Each preset and composition is taken as it stands, and trains."""
+    quickstart, settings = FOLDER / "quickstart.yaml", yaml.safe_load(fragment.read_text())
     flags = ["--trainer.max_rounds=1", "--trainer.loggers=null", "--trainer.callbacks=null", *QUIET]
     common = [f"--config={path}" for path in (fragment.with_name("common.yaml"),) if path.exists()]
     root = f"--trainer.default_root_dir={tmp_path}"
     cli("fit", f"--config={quickstart}", *common, f"--config={fragment}", *flags, root)
-    made = yaml.safe_load((newest(tmp_path) / "config.yaml").read_text())
+    config = yaml.safe_load((newest(tmp_path) / "config.yaml").read_text())
 
-    def holds(wanted: Any, found: Any) -> bool:
-        if isinstance(wanted, dict):
-            return all(holds(value, found[key]) for key, value in wanted.items())
-        if isinstance(wanted, list):
-            return len(wanted) == len(found) and all(map(holds, wanted, found))
-        return found == wanted or re.fullmatch(rf"fl_lightning\.([\w.]+\.)?{wanted}", str(found)) is not None
+    def holds(expected: Any, actual: Any) -> bool:
+        if isinstance(expected, dict):
+            return all(holds(value, actual[key]) for key, value in expected.items())
+        if isinstance(expected, list):
+            return len(expected) == len(actual) and all(map(holds, expected, actual))
+        return actual == expected or re.fullmatch(rf"fl_lightning\.([\w.]+\.)?{expected}", str(actual)) is not None
 
-    assert holds(said, made)
+    assert holds(settings, config)

@@ -38,11 +38,11 @@ def printed(*args: str) -> str:
 
 
 def setting(config: dict[str, Any], key: str) -> object:
-    at = config
+    node = config
     for name in key.split("."):
-        at = at["init_args"] if "init_args" in at and name not in at else at
-        at = at[name]
-    return at
+        node = node["init_args"] if "init_args" in node and name not in node else node
+        node = node[name]
+    return node
 
 
 @pytest.mark.parametrize("name", ["#x", "a #x", "x: #y"])
@@ -56,10 +56,10 @@ def test_name(name: str) -> None:
 )
 @given(st.fixed_dictionaries(OPTIONS))
 def test_config_round_trip(tmp_path: Path, chosen: dict[str, object]) -> None:
-    given = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in chosen.items()]
-    first = printed("--model=FedSAM", *DIGITS, *given)
+    options = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in chosen.items()]
+    first = printed("--model=FedSAM", *DIGITS, *options)
     (path := tmp_path / "config.yaml").write_text(first)
     assert printed(f"--config={path}") == first
     for key, value in chosen.items():
-        found = setting(yaml.safe_load(first), key)
-        assert found == (pytest.approx(value, rel=1e-15) if isinstance(value, float) else value), key
+        actual = setting(yaml.safe_load(first), key)
+        assert actual == (pytest.approx(value, rel=1e-15) if isinstance(value, float) else value), key

@@ -88,8 +88,8 @@ def add(folder: Path, file: str, text: str, before: str = "") -> None:
     """Adds a text to a file, in front of one that it has, or at its end."""
     old = (folder / file).read_text() if (folder / file).exists() else ""
     assert before in old, file
-    at = old.index(before) if before else len(old)
-    (folder / file).write_text(old[:at] + text + old[at:])
+    position = old.index(before) if before else len(old)
+    (folder / file).write_text(old[:position] + text + old[position:])
 
 
 @pytest.mark.long
@@ -122,5 +122,5 @@ def test_the_steps_take_a_new_algorithm_in(tmp_path: Path) -> None:
 def run(command: str, folder: Path) -> None:
     """Runs a command in the copy, whose package is imported."""
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-5000:]}{done.stderr[-3000:]}"
+    process = subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, f"{command}\n{process.stdout[-5000:]}{process.stderr[-3000:]}"

@@ -35,7 +35,7 @@ class Trained(NamedTuple):
 
 
 def fit(folder: Path, make: Callable[[], LocalObjective], device: Device | None = None, **options: Any) -> Trained:
-    """Trains; on a device that is simulated, or on the CPU."""
+    """Trains on a device that is simulated, or on the CPU."""
     settings = {
         "max_rounds": 2, "clients_per_round": 3, "local_steps": 2, "engine": "sequential", "precision": "64-true",
         "eval_every": NEVER, "default_root_dir": str(folder), "name": "run", **options,
@@ -63,16 +63,16 @@ def events(folder: Path, make: Callable[[], LocalObjective], **options: Any) -> 
 
 
 def more(after: Device, before: Device, kind: str) -> Counter[str]:
-    """By how much there is more of a kind of event, by file."""
-    found: Counter[str] = Counter()
+    """Counts by how much there is more of a kind of event, by file."""
+    counts: Counter[str] = Counter()
     for event, n in (after.events - before.events).items():
         if event.kind == kind:
-            found[event.where.partition(":")[0]] += n
-    return found
+            counts[event.where.partition(":")[0]] += n
+    return counts
 
 
 def assert_same(a: Trained, b: Trained) -> None:
-    """Bit for bit."""
+    """Asserts that two runs are the same, bit for bit."""
     for name in b.run.server:
         assert torch.equal(a.run.server[name], b.run.server[name]), name
     for client, row in b.rows.items():
@@ -85,7 +85,7 @@ def assert_same(a: Trained, b: Trained) -> None:
 @pytest.mark.parametrize("engine", ["sequential", *BATCHED])
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path: Path) -> None:
-    """No mixture, and no wait in a local step; the numbers are those of the CPU.
+    """No mixture is there, and no wait in a local step; the numbers are those of the CPU.
 
     A phase waits for which uploads are finite and their losses, and for whether the server's new state is finite; a
     round for its end, since its time is measured. A program waits once, whatever its length; what
@@ -99,8 +99,8 @@ def test_every_algorithm_on_a_simulated_device(name: str, engine: str, tmp_path:
     del waits["trainer/storage/client_store.py"]  # the checkpoint at the end has more clients
     del waits["trainer/storage/checkpoint.py"]  # and the norms after one more round
     program = engine != "sequential" and phases == 1 and not kept
-    own = {} if program else {"trainer/received.py": 2 * phases}
-    assert waits == {**own, "trainer/round.py": 1}
+    phase_waits = {} if program else {"trainer/received.py": 2 * phases}
+    assert waits == {**phase_waits, "trainer/round.py": 1}
     assert not few.count("mixture") + many.count("mixture")
     checked = 6  # three steps, in the first and in the last round
     assert many.launches["graph"] == (3 * 4 * phases + checked if engine == "graphed" else 0)
@@ -123,7 +123,7 @@ def test_neither_copies_nor_waits_in_a_step(engine: str, tmp_path: Path) -> None
 
 
 class Normed(nn.Sequential):
-    """BatchNorm and Dropout."""
+    """A net with BatchNorm and Dropout."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -183,22 +183,22 @@ OPTIONAL = (
 
 
 def test_indices_and_draws_are_moved_once_a_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of chunks; and the host never waits."""
+    """This holds whatever the number of chunks; and the host never waits."""
     with Device() as device:
         module = _augmented(crop=1, window=5, cutout=2, mixup=0.7)()
         module.setup()
         module.to(device.device)
         clients = [module.client_batches(k, 2, None, generator(0, "batches", k), torch.float32) for k in range(5)]
-        made = []
+        blocks = []
         for size in (minibatches.CHUNK, 1):
             monkeypatch.setattr(minibatches, "CHUNK", size)
             device.events.clear()
-            made.append([*minibatches.blocks(clients, 6, 4)])
+            blocks.append([*minibatches.blocks(clients, 6, 4)])
             assert device.count("copy") == 9  # indices, six draws, weights, active steps
             assert not device.count("wait")
-    (whole,), steps = made
-    assert len(steps) == len(whole.x) > 2
-    for name, v in vars(whole).items():
+    (block,), steps = blocks
+    assert len(steps) == len(block.x) > 2
+    for name, v in vars(block).items():
         assert torch.equal(v, torch.cat([getattr(step, name) for step in steps]))
 
 
@@ -212,7 +212,7 @@ def test_what_else_a_run_uses(case: str, tmp_path: Path) -> None:
     (make, options), device = CASES[case], Device()
     assert_same(fit(tmp_path / "device", make, device, **options), fit(tmp_path / "cpu", make, **options))
     waits = more(device, Device(), "wait")
-    assert {at: n for at, n in waits.items() if Path(at).stem in OPTIONAL} == WAITS.get(case, {})
+    assert {file: n for file, n in waits.items() if Path(file).stem in OPTIONAL} == WAITS.get(case, {})
 
 
 @pytest.mark.sampled(quick=14, slow=4)
@@ -238,9 +238,9 @@ def test_resume_on_a_device(engine: str, tmp_path: Path) -> None:
     broken = fit(tmp_path / "device", objective("SCAFFOLD"), Device(), **options)
     last = str(broken.run.folder.last)
     resumed = fit(tmp_path / "device", objective("SCAFFOLD"), Device(), ckpt_path=last, max_rounds=4, **options)
-    whole = fit(tmp_path / "cpu", objective("SCAFFOLD"), max_rounds=4, **options)
+    uninterrupted = fit(tmp_path / "cpu", objective("SCAFFOLD"), max_rounds=4, **options)
     assert resumed.run.rounds_done == 4
-    assert_same(resumed, whole)
+    assert_same(resumed, uninterrupted)
 
 
 MEASURES: dict[str, Callable[[], list[Any]]] = {
@@ -260,14 +260,14 @@ def test_flatness_on_a_device(name: str, kind: str, tmp_path: Path) -> None:
     precision = "64-true" if kind == "cuda" else "32-true"
     device, cpu = (
         fit(
-            tmp_path / where, objective(), Device(kind) if where == "device" else None, max_rounds=1,
+            tmp_path / place, objective(), Device(kind) if place == "device" else None, max_rounds=1,
             precision=precision, callbacks=[fl.FlatnessMonitor(1, MEASURES[name]())],
         ).run
-        for where in ("device", "cpu")
+        for place in ("device", "cpu")
     )  # fmt: skip
-    measured = {n: value for n, value in cpu.metrics.items() if n.startswith(("flatness/", "server/clients/"))}
-    assert measured
-    for name, value in measured.items():
+    values = {n: value for n, value in cpu.metrics.items() if n.startswith(("flatness/", "server/clients/"))}
+    assert values
+    for name, value in values.items():
         exact = {"rel": 0.0, "abs": 0.0} if kind == "cuda" else {"rel": 1e-3, "abs": 1e-4}
         assert device.metrics[name] == pytest.approx(value, nan_ok=True, **exact), name
 
@@ -275,35 +275,35 @@ def test_flatness_on_a_device(name: str, kind: str, tmp_path: Path) -> None:
 def test_what_the_simulation_refuses() -> None:
     """Otherwise the tests above would show nothing."""
     with Device() as device:
-        host, here = torch.ones(3), torch.ones(3).to("cuda")
-        assert here.is_cuda and (here * 2 + torch.tensor(1.0)).is_cuda and not host.is_cuda
-        assert here[1:].is_cuda and torch.zeros(3, device=here.device).is_cuda and not here.cpu().is_cuda
-        zero, one, some = torch.tensor(0.0), torch.tensor(1.0), here > 0
+        host, cuda = torch.ones(3), torch.ones(3).to("cuda")
+        assert cuda.is_cuda and (cuda * 2 + torch.tensor(1.0)).is_cuda and not host.is_cuda
+        assert cuda[1:].is_cuda and torch.zeros(3, device=cuda.device).is_cuda and not cuda.cpu().is_cuda
+        zero, one, mask = torch.tensor(0.0), torch.tensor(1.0), cuda > 0
         for mixture in (
-            lambda: here + host, lambda: torch.stack([here, host]), lambda: host.add_(here), lambda: zero.add_(here[0]),
-            lambda: here.clamp(zero, one), lambda: torch.addcmul(here, here, one), lambda: here.lerp(here, one),
+            lambda: cuda + host, lambda: torch.stack([cuda, host]), lambda: host.add_(cuda), lambda: zero.add_(cuda[0]),
+            lambda: cuda.clamp(zero, one), lambda: torch.addcmul(cuda, cuda, one), lambda: cuda.lerp(cuda, one),
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match="same device"):
                 mixture()
         with pytest.raises(TypeError, match="numpy"):
-            here.numpy()
+            cuda.numpy()
         device.events.clear()
         for waits in (
-            here.sum().item, lambda: float(here[0]), here.tolist, here.cpu, lambda: here[here > 0], here.nonzero,
-            lambda: bool(here.any()), lambda: torch.tensor([1.0], device="cuda"), lambda: here[torch.tensor([0])],
-            lambda: host.to(here), lambda: here.new_tensor(1.0), lambda: host.copy_(here),
-            lambda: torch.where(some, here, zero), lambda: here.masked_fill(some, here[0]), lambda: here.unique(),
-            lambda: torch.zeros(1 << 16).to("cuda", non_blocking=True), lambda: here.repeat_interleave(some.long()),
+            cuda.sum().item, lambda: float(cuda[0]), cuda.tolist, cuda.cpu, lambda: cuda[cuda > 0], cuda.nonzero,
+            lambda: bool(cuda.any()), lambda: torch.tensor([1.0], device="cuda"), lambda: cuda[torch.tensor([0])],
+            lambda: host.to(cuda), lambda: cuda.new_tensor(1.0), lambda: host.copy_(cuda),
+            lambda: torch.where(mask, cuda, zero), lambda: cuda.masked_fill(mask, cuda[0]), lambda: cuda.unique(),
+            lambda: torch.zeros(1 << 16).to("cuda", non_blocking=True), lambda: cuda.repeat_interleave(mask.long()),
         ):  # fmt: skip
             before = device.count("wait")
             waits()
             assert device.count("wait") == before + 1
         before = device.count("wait")
-        for right in (
-            torch.where(some, here, 0), here.masked_fill(some, zero), here.maximum(zero), one / here, one * here[0],
-            here.clamp(min=zero), here.repeat_interleave(some.long(), output_size=3),
+        for tensor in (
+            torch.where(mask, cuda, 0), cuda.masked_fill(mask, zero), cuda.maximum(zero), one / cuda, one * cuda[0],
+            cuda.clamp(min=zero), cuda.repeat_interleave(mask.long(), output_size=3),
         ):  # fmt: skip
-            assert right.is_cuda
+            assert tensor.is_cuda
         assert host.to("cuda", non_blocking=True).sum().is_cuda and device.count("copy") == 1
         assert torch.zeros(1 << 16).pin_memory().to("cuda", non_blocking=True).is_cuda and device.count("copy") == 2
         assert device.count("wait") == before
@@ -349,7 +349,7 @@ def test_a_capture_keeps_the_numbers_of_the_host() -> None:
 
 
 def test_a_captured_step_is_repeated_on_new_values() -> None:
-    """One launch a step, whatever the number of steps; only more of them than ever before are captured again."""
+    """A step is one launch, whatever the number of steps; only more of them than ever before are captured again."""
 
     def step(w: Tensor, m: Tensor, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return m, w + g * x.sum(0)  # new values of w and m, which change places
@@ -367,6 +367,6 @@ def test_a_captured_step_is_repeated_on_new_values() -> None:
             for x in xs:
                 w, m = m, w + g * x.sum(0)
             assert torch.equal(end[0], w) and torch.equal(end[1], m)
-    assert [each["capture"] for each in launches] == [1, 0, 0, 0, 1, 0]
-    assert [each["graph"] for each in launches] == list(counts)
+    assert [counter["capture"] for counter in launches] == [1, 0, 0, 0, 1, 0]
+    assert [counter["graph"] for counter in launches] == list(counts)
     assert len({sum(launches[i].values()) - counts[i] for i in (1, 2, 3, 5)}) == 1  # the same but for the steps

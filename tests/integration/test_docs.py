@@ -70,8 +70,8 @@ def test_algorithm_has_a_page(algorithm: str) -> None:
 def test_relative_links_lead_to_files(text: Path) -> None:
     prose = re.sub(r"```.*?```|`[^`\n]*`|\$[^$\n]*\$", "", text.read_text(), flags=re.DOTALL)
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in target]
-    there = [text.parent / t for t in targets if t]
-    assert [t for t in there if not t.exists() and t.resolve() not in MADE] == []
+    files = [text.parent / t for t in targets if t]
+    assert [t for t in files if not t.exists() and t.resolve() not in MADE] == []
     home = ROOT / "docs" if ROOT / "docs" in text.parents else ROOT  # the site has no file from outside of docs
     assert [t for t in targets if not (text.parent / t).resolve().is_relative_to(home)] == []
 
@@ -95,14 +95,14 @@ def test_site_asks_no_other_host() -> None:
 
 
 def test_citation_and_bibliography_name_what_the_references_have() -> None:
-    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    known = (ROOT / "docs" / "references.md").read_text()
-    addresses = [paper["url"] for paper in found["references"]]
-    assert len(addresses) == 5 and all(address in known for address in addresses)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    references = (ROOT / "docs" / "references.md").read_text()
+    addresses = [paper["url"] for paper in citation["references"]]
+    assert len(addresses) == 5 and all(address in references for address in addresses)
     entries = re.split(r"^@", (ROOT / "docs" / "references.bib").read_text(), flags=re.MULTILINE)[1:]
     keys = [re.match(r"\w+\{(\w+),\n", entry)[1] for entry in entries]  # type: ignore[index]
     assert len(keys) == len({*keys}) and all("  title = {{" in entry and "  year = {" in entry for entry in entries)
-    papers = {*re.findall(r"arxiv\.org/abs/([\d.]+)\)", known)}
+    papers = {*re.findall(r"arxiv\.org/abs/([\d.]+)\)", references)}
     assert papers - {*re.findall(r"eprint = \{([\d.]+)\}", "".join(entries))} == set()
 
 
@@ -140,7 +140,7 @@ SCRIPT = ROOT / "examples" / "slurm.sh"
 def test_batch_script_starts_again_when_the_time_limit_is_near(
     code: int, trained: bool, calls: list[str], args: list[str], tmp_path: Path
 ) -> None:
-    """With programs that note their arguments; test_slurm.py runs it on a real SLURM."""
+    """The programs note their arguments; test_slurm.py runs the script on a real SLURM."""
     for program in ("srun", "scontrol", "sleep"):
         ending = f"[ {trained:d} = 1 ] && touch -d '1 hour' $LAST; exit {code}" if program == "srun" else ""
         (tmp_path / program).write_text(f'#!/bin/sh\necho "{program} $@" >> calls\n{ending}\n')
@@ -151,9 +151,9 @@ def test_batch_script_starts_again_when_the_time_limit_is_near(
     os.utime(last, (0, 0))
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "LAST": str(last)}
     env |= {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", str(SCRIPT), *args], cwd=tmp_path, env=env)
-    run, *found = (tmp_path / "calls").read_text().splitlines()
-    assert done.returncode == code and found == calls
+    process = subprocess.run(["bash", str(SCRIPT), *args], cwd=tmp_path, env=env)
+    run, *commands = (tmp_path / "calls").read_text().splitlines()
+    assert process.returncode == code and commands == calls
     fit = (
         "fit --config configs/mine.yaml --trainer.name mine --model.rho=0.1 --trainer.num_nodes 2 --trainer.devices 4 "
         "--trainer.strategy ddp --trainer.default_root_dir runs --ckpt_path auto"
@@ -245,14 +245,14 @@ set -e
 
 
 def as_written(args: list[str]) -> list[str]:
-    """The arguments, but of what takes hours, and of several processes, which would end this one with them."""
+    """Returns the arguments, shortened if they take hours, or several processes, which would end this one with them."""
     hours = args[0] in ("fit", "reproduce") and any(part in " ".join(args) for part in HOURS)
     several = "--trainer.strategy" in args
     return shortened(args) if several or (hours and not {"--dry-run", "debug/any"} & {*args}) else args
 
 
 def shortened(args: list[str]) -> list[str]:
-    """Arguments that take seconds at most."""
+    """Returns arguments that take seconds at most."""
     command = args[0] if args else ""
     if command == "sweep" and "--help" not in args:
         return [command, short_sweep(args[1]), *args[2:]]
@@ -266,7 +266,7 @@ def shortened(args: list[str]) -> list[str]:
 
 
 def short_sweep(file: str) -> str:
-    """A sweep's file with two rounds a trial, under the same name; with two values of each parameter but the first."""
+    """Writes a sweep with two rounds a trial, under the same name; with two values of each parameter but the first."""
     path = find_config(file)
     sweep = yaml.safe_load(path.read_text())
     for parameter in [*sweep["parameters"].values()][1:]:
@@ -279,10 +279,10 @@ def short_sweep(file: str) -> str:
     return str(short)
 
 
-def run_commands(text: str, most: int = 1000, arguments_of: Callable[[list[str]], list[str]] = shortened) -> int:
+def run_commands(text: str, limit: int = 1000, arguments_of: Callable[[list[str]], list[str]] = shortened) -> int:
     """Runs a block: bash reads it, and each ``fl-lightning`` is carried out in this process. Returns their number.
 
-    After ``most`` commands it stops.
+    After ``limit`` commands it stops.
     """
     (arguments, ask), (answer, code) = os.pipe(), os.pipe()
     fds = f"exec 3>&{ask} 4<&{answer} {ask}>&- {answer}<&-\n"
@@ -290,18 +290,18 @@ def run_commands(text: str, most: int = 1000, arguments_of: Callable[[list[str]]
     with subprocess.Popen(["bash", "-c", fds + BASH + text], pass_fds=(ask, answer)) as shell:
         os.close(ask)
         os.close(answer)
-        with os.fdopen(arguments, "rb") as said, os.fdopen(code, "w") as reply:
+        with os.fdopen(arguments, "rb") as requests, os.fdopen(code, "w") as reply:
             try:
-                while count < most and (number := read_word(said)):
-                    given = [read_word(said) for _ in range(int(number))]
+                while count < limit and (number := read_word(requests)):
+                    args = [read_word(requests) for _ in range(int(number))]
                     with exits_well():
-                        cli(*arguments_of(given))
+                        cli(*arguments_of(args))
                     count += 1
                     print(0, file=reply, flush=True)
             finally:
-                if count == most or sys.exc_info()[0]:
+                if count == limit or sys.exc_info()[0]:
                     shell.kill()
-    assert count == most or shell.returncode == 0, f"a command of bash failed in:\n{text}"
+    assert count == limit or shell.returncode == 0, f"a command of bash failed in:\n{text}"
     return count
 
 
@@ -324,7 +324,7 @@ def read_word(stream: Any) -> str:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with what the pages expect in the working folder: noise in the form of all data, and a few files."""
+    """Makes a folder with what the pages expect: noise in the form of all data, and a few files."""
     home = tmp_path_factory.mktemp("pages")
     rng = numpy_generator(0, "pages")
     for entry in ("configs", "examples", "benchmarks", "docs"):
@@ -358,7 +358,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def folder(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A page's own copy of it."""
+    """Returns a page's own copy of it."""
     shared = [home / "data", home / "pictures"]  # no page writes there
     subprocess.run(["cp", "-a", *(entry for entry in home.iterdir() if entry not in shared), tmp_path], check=True)
     for entry in shared:
@@ -392,7 +392,7 @@ LONG = {
 def test_a_command_of_a_long_page_runs(page: str) -> None:
     """`test_page_runs_in_small` and `test_page_runs_as_written` have the others."""
     blocks = [block for language, block in FENCE.findall((ROOT / page).read_text()) if language == "sh"]
-    assert run_commands(blocks[LONG[page]], most=1) == 1
+    assert run_commands(blocks[LONG[page]], limit=1) == 1
 
 
 SITE = [text for text in filter(runs, TEXTS) if text.parent != ROOT]
@@ -403,7 +403,7 @@ SITE = [text for text in filter(runs, TEXTS) if text.parent != ROOT]
 @pytest.mark.filterwarnings("ignore:.*not the .* of the published data set:UserWarning")
 @pytest.mark.parametrize("text", [text for text in SITE if name(text) not in {*LONG, *WRITTEN}], ids=name)
 def test_page_runs_in_small(text: Path, folder: Path) -> None:
-    """From top to bottom, in one folder: commands, files that begin with their name, and Python."""
+    """It runs from top to bottom, in one folder: commands, files that begin with their name, and Python."""
     run_page(text, folder, shortened)
 
 
@@ -415,7 +415,7 @@ def test_page_runs_in_small(text: Path, folder: Path) -> None:
     ids=name,
 )
 def test_page_runs_as_written(text: Path, folder: Path) -> None:
-    """The same at the length at which the page has it."""
+    """It runs at the length at which the page has it."""
     run_page(text, folder, as_written)
 
 
@@ -427,9 +427,9 @@ def run_page(text: Path, folder: Path, arguments_of: Callable[[list[str]], list[
             (folder / titled[1]).write_text(block)
         elif language == "sh":
             lines = re.sub(r" *\\\n *", " ", block).splitlines(keepends=True)
-            left = "".join(line for line in lines if not any(part in line for part in NOT_RUN["sh"]))
-            run_commands(variables + left, arguments_of=arguments_of)
-            variables += "".join(re.findall(r'^[A-Z]\w*=(?:"[^"]*"|\S+)\n', left, re.MULTILINE))
+            commands = "".join(line for line in lines if not any(part in line for part in NOT_RUN["sh"]))
+            run_commands(variables + commands, arguments_of=arguments_of)
+            variables += "".join(re.findall(r'^[A-Z]\w*=(?:"[^"]*"|\S+)\n', commands, re.MULTILINE))
         elif language == "python" and not left_out(text, block):
             exec(compile(block, name(text), "exec"), names)
 
@@ -444,7 +444,7 @@ def test_what_is_not_run_exists() -> None:
 
 
 def test_yaml_is_readable() -> None:
-    """But for those of an algorithm, it is not run."""
+    """It is not run, but for that of an algorithm."""
     blocks = [block for text in TEXTS for language, block in FENCE.findall(text.read_text()) if language == "yaml"]
     assert blocks and all(yaml.safe_load(block) for block in blocks)
 

@@ -31,7 +31,7 @@ ARRAYS = [*DIGITS, "--data=Arrays", "--data.num_clients=3", "--trainer.clients_p
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bad files of every kind, and one good run under ``done``."""
+    """Writes bad files of every kind, and one good run under ``done``."""
     folder = tmp_path_factory.mktemp("files")
     x, y = np.random.default_rng(0).normal(size=(40, 8, 8)).astype(np.float32), np.arange(40) % 4
     np.savez(folder / "good.npz", x_train=x, y_train=y, x_test=x[:8], y_test=y[:8])
@@ -50,7 +50,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def early_line(*args: str) -> str | None:
-    """What the check before the slow imports says of a command line."""
+    """Returns what the check before the slow imports says of a command line."""
     configs = [arg.removeprefix("--config=") for arg in args if arg.startswith("--config=")]
     try:
         check_early(*args)
@@ -63,7 +63,7 @@ def early_line(*args: str) -> str | None:
 def complaint(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Complaint:
-    """What ``fl-lightning`` with these arguments exits with; that it is one line, and that no run folder was made."""
+    """Gives what ``fl-lightning`` with these arguments exits with; it is one line, and no run folder is made."""
     monkeypatch.chdir(files)
 
     def complaint(*args: str, root: Path = tmp_path / "runs") -> str:
@@ -279,7 +279,7 @@ def test_data(complaint: Complaint, args: str, parts: tuple[str, ...]) -> None:
 
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
-    ("args", "key", "saved", "here"),
+    ("args", "key", "saved", "current"),
     [
         ("--trainer.seed=1", "trainer.seed", "0", "1"),
         ("--model=SCAFFOLD", "model", "FedAvg", "SCAFFOLD"),
@@ -290,12 +290,12 @@ def test_data(complaint: Complaint, args: str, parts: tuple[str, ...]) -> None:
     ],
 )
 def test_checkpoint_of_another_run(
-    complaint: Complaint, files: Path, args: str, key: str, saved: str, here: str
+    complaint: Complaint, files: Path, args: str, key: str, saved: str, current: str
 ) -> None:
-    done = files / "done"
-    path = newest(done) / "checkpoints" / "last.ckpt"
-    message = complaint("fit", "--model=FedAvg", *DIGITS, *args.split(), f"--ckpt_path={path}", root=done)
-    shows(message, f"ckpt_path = {path}", key, saved, here, "resume with the run's own config.yaml")
+    root = files / "done"
+    path = newest(root) / "checkpoints" / "last.ckpt"
+    message = complaint("fit", "--model=FedAvg", *DIGITS, *args.split(), f"--ckpt_path={path}", root=root)
+    shows(message, f"ckpt_path = {path}", key, saved, current, "resume with the run's own config.yaml")
 
 
 def test_evaluation_of_another_model(complaint: Complaint, files: Path) -> None:
@@ -447,10 +447,10 @@ def test_config_file(
     parts: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = {**fedavg(), "data": "Digits", **config}
+    full_config = {**fedavg(), "data": "Digits", **config}
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_module.py").write_text("# raises\n{}['x']\n")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(whole))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(full_config))
     shows(complaint("fit", f"--config={tmp_path / 'config.yaml'}"), *parts)
 
 
@@ -471,9 +471,9 @@ def test_divergence_keeps_the_last_good_round(tmp_path: Path, capsys: pytest.Cap
     assert len(message.splitlines()) == 1
     diverged = int(message.split("round ")[1].split(":")[0])
     assert diverged > 1
-    good = last(newest(tmp_path))
-    assert good["round"] == diverged - 1
-    assert all(bool(value.isfinite().all()) for value in good["state_dict"].values())
+    checkpoint = last(newest(tmp_path))
+    assert checkpoint["round"] == diverged - 1
+    assert all(bool(value.isfinite().all()) for value in checkpoint["state_dict"].values())
     capsys.readouterr()
     run("test", "--ckpt_path=last", root=tmp_path)
     assert "server/test/acc" in capsys.readouterr().out
@@ -483,7 +483,7 @@ def test_divergence_keeps_the_last_good_round(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.slow
 def test_as_people_see_it(tmp_path: Path) -> None:
-    """A real process: one line on stderr, nothing else, exit code 1, an empty folder."""
+    """A real process writes one line to stderr and nothing else, exits with 1, and leaves an empty folder."""
     args = ["fit", "--model=FedAvg", *DIGITS, "--data.partition=Dirichlet", "--data.partition.alpha=-1"]
     with process(sys.executable, "-m", "fl_lightning", *args, cwd=tmp_path) as child:
         out, err = child.communicate(timeout=600)

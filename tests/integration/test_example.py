@@ -53,7 +53,7 @@ def test_fedsam_from_scratch_is_the_package(
 
 @pytest.mark.long
 def test_lora_on_a_body_that_other_texts_have_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts whose class is their first word: the body learns it on one half, and the head on the other half."""
+    """The class of a text is its first word: the body learns it on one half, and the head on the other half."""
     monkeypatch.chdir(tmp_path)
     with open("texts.csv", "w", newline="") as file:
         csv.writer(file).writerows(

@@ -39,14 +39,14 @@ def said(file: Path) -> dict[str, Any]:
 
 
 def kind(file: Path) -> tuple[str, ...]:
-    """Command, data set and network."""
+    """Returns command, data set and network."""
     settings = said(file)
     command = "centralized" if file.stem.startswith("centralized") else "fit"
     return command, settings["data"]["class_path"], settings["model"]["init_args"]["net"]["class_path"]
 
 
 def small(file: Path) -> list[str]:
-    """Arguments for an experiment under the debug overlays."""
+    """Returns arguments for an experiment under the debug overlays."""
     command, data, _ = kind(file)
     special = "centralized" if command == "centralized" else SPECIAL.get(data)
     overlays = ["any", special] if special else ["any"]
@@ -55,7 +55,7 @@ def small(file: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with noise in the form of all data sets, in ``data``."""
+    """Makes a folder with noise in the form of all data sets, in ``data``."""
     home = tmp_path_factory.mktemp("experiments")
     with pytest.MonkeyPatch.context() as monkeypatch:
         generated.everything(home / "data", monkeypatch)
@@ -75,12 +75,12 @@ def path(file: Path) -> str:
 @pytest.mark.sampled(quick=12, slow=2)
 @pytest.mark.parametrize("file", FILES, ids=path)
 def test_experiment_is_made(file: Path, parsed: FederatedCLI) -> None:
-    made, settings = parsed.make(*small(file)), said(file)
-    assert made.trainer.max_rounds == 2
-    assert made.model.optimizer.lr == settings["model"]["init_args"]["optimizer"]["init_args"]["lr"]
-    assert made.data.num_clients == settings["data"]["init_args"].get("num_clients", 1)
-    own = config_of(made.trainer, made.model, made.data)  # as a program has it that makes the same objects
-    assert own == {**made.trainer.config, "trainer": {**made.trainer.config["trainer"], "callbacks": []}}
+    objects, settings = parsed.make(*small(file)), said(file)
+    assert objects.trainer.max_rounds == 2
+    assert objects.model.optimizer.lr == settings["model"]["init_args"]["optimizer"]["init_args"]["lr"]
+    assert objects.data.num_clients == settings["data"]["init_args"].get("num_clients", 1)
+    config = config_of(objects.trainer, objects.model, objects.data)  # as a program has it that makes the same objects
+    assert config == {**objects.trainer.config, "trainer": {**objects.trainer.config["trainer"], "callbacks": []}}
 
 
 @pytest.mark.sampled(quick=27, slow=32, start=1)
@@ -90,10 +90,10 @@ def test_experiment_trains(file: Path, home: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(home)
     cli(kind(file)[0], *small(file), f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false")
     assert last(newest(tmp_path))["round"] == 2
-    found = metrics(newest(tmp_path))
-    (measured,) = {"server/test/acc", "server/test/miou"} & set(found)
-    assert 0 <= found[measured][-1][1] <= 1
-    assert math.isfinite(found["server/test/loss"][-1][1])
+    curves = metrics(newest(tmp_path))
+    (metric,) = {"server/test/acc", "server/test/miou"} & set(curves)
+    assert 0 <= curves[metric][-1][1] <= 1
+    assert math.isfinite(curves["server/test/loss"][-1][1])
 
 
 # The recipes, and the page that shows them
@@ -128,18 +128,18 @@ Command = tuple[str, Path, tuple[str, ...]]
 
 
 def commands() -> dict[Command, list[Cell]]:
-    """Cells by subcommand, file and settings, whatever their cohort."""
-    found = defaultdict(list)
+    """Returns the cells by subcommand, file and settings, whatever their cohort."""
+    cells = defaultdict(list)
     for cell in CELLS:
-        it = recipe(cell)
-        found[it.command, ROOT / "configs" / f"{it.config}.yaml", it.row].append(cell)
-    return found
+        cell_recipe = recipe(cell)
+        cells[cell_recipe.command, ROOT / "configs" / f"{cell_recipe.config}.yaml", cell_recipe.row].append(cell)
+    return cells
 
 
 def test_every_cell_is_a_file_with_settings() -> None:
-    found = commands()
-    assert sum(map(len, found.values())) == len(CELLS) > 1900
-    assert {file for _, file, _ in found} == set(FILES)  # no file without a cell
+    cells = commands()
+    assert sum(map(len, cells.values())) == len(CELLS) > 1900
+    assert {file for _, file, _ in cells} == set(FILES)  # no file without a cell
     for paper in PAPERS:
         assert set(columns(paper).values()) == {file.stem for file in (FOLDER / paper).glob("*.yaml")}
 
@@ -148,10 +148,10 @@ def test_files_have_the_cohort_and_the_epochs_of_a_column() -> None:
     columns = defaultdict(set)
     for (_, file, _), cells in commands().items():
         columns[file] |= {(cell.participation, cell.epochs) for cell in cells if cell.participation and cell.epochs}
-    for file, of in columns.items():
+    for file, pairs in columns.items():
         trainer, data = said(file)["trainer"], said(file)["data"]["init_args"]
-        own = f"{trainer.get('clients_per_round')}/{data.get('num_clients')}", str(trainer.get("local_epochs"))
-        assert own in of or not of, file
+        pair = f"{trainer.get('clients_per_round')}/{data.get('num_clients')}", str(trainer.get("local_epochs"))
+        assert pair in pairs or not pairs, file
     assert sum(map(bool, columns.values())) > 40
 
 
@@ -164,7 +164,7 @@ def test_every_row_is_of_use() -> None:
         files = [text.split(" ")[0] for text in columns(source).values()]
         for row in rows(source):
             assert all((source, name) in used for name in row.names), (source, row)
-            assert any(fnmatchcase(file, over) for over in row.over for file in files), (source, row)
+            assert any(fnmatchcase(file, glob) for glob in row.over for file in files), (source, row)
 
 
 def test_what_has_no_recipe_says_so() -> None:
@@ -214,12 +214,12 @@ def test_recipes_by_hand(paper: str, table: str, column: str, algorithm: str, ex
 
 
 def settings_of(paper: str, table: str, algorithm: str) -> dict[str, dict[str, str]]:
-    """Settings of a row by file."""
-    found = {}
+    """Returns the settings of a row by file."""
+    settings = {}
     for cell in find(paper=paper, table=table, algorithm=algorithm):
         words = shlex.split(" ".join(recipe(cell).row).replace("=", " "))
-        found[recipe(cell).config] = dict(zip(words[::2], words[1::2], strict=True))
-    return found
+        settings[recipe(cell).config] = dict(zip(words[::2], words[1::2], strict=True))
+    return settings
 
 
 def test_fedgf_without_its_server_part_has_the_radius_of_fedsam() -> None:
@@ -227,12 +227,12 @@ def test_fedgf_without_its_server_part_has_the_radius_of_fedsam() -> None:
     fedsam = settings_of("fedgf", "1", "FedSAM")
     for file, settings in settings_of("fedgf", "5", "FedGF c=0").items():
         assert settings["--model.rho"] == fedsam[file]["--model.rho"], file
-    one, other = (
+    fedgf_cells, fedsam_cells = (
         find(paper="fedgf", table="5", algorithm="FedGF c=0"),
         find(paper="fedgf", table="1", algorithm="FedSAM"),
     )
-    of = {(c.dataset, c.heterogeneity, c.participation): c.value for c in other}
-    assert [of[c.dataset, c.heterogeneity, c.participation] for c in one] == [c.value for c in one]
+    values = {(c.dataset, c.heterogeneity, c.participation): c.value for c in fedsam_cells}
+    assert [values[c.dataset, c.heterogeneity, c.participation] for c in fedgf_cells] == [c.value for c in fedgf_cells]
 
 
 def test_fedgloss_without_admm_differs_in_its_dual_alone() -> None:
@@ -275,24 +275,28 @@ def test_config_has_the_values_of_the_text(pattern: str, parsed: FederatedCLI) -
     files = [file for file in FILES if fnmatchcase(path(file).removesuffix(".yaml"), pattern)]
     assert files
     silent = {
-        name: value for of, values in PROGRAMS.items() if fnmatchcase(pattern, of) for name, value in values.items()
+        name: value for glob, values in PROGRAMS.items() if fnmatchcase(pattern, glob) for name, value in values.items()
     }
-    wanted = {"lr_decay": 1.0, "clip": None, **TEXTS[pattern], **silent}
+    expected = {"lr_decay": 1.0, "clip": None, **TEXTS[pattern], **silent}
     for file in files:
         small = ["debug/landmarks"] if file.stem == "landmarks" else []
         with torch.device("meta"):  # no weights are drawn
-            made = parsed.make(f"--config={file}", *(f"--config={name}" for name in small))
-        optimizer, augment = made.model.optimizer, made.data.augment
-        found = {name: getattr(optimizer, name) for name in ("lr", "momentum", "weight_decay", "lr_decay", "clip")}
-        found |= {name: getattr(augment, name) for name in ("crop", "granularity") if augment is not None}
-        found |= {"rounds": made.trainer.max_rounds, "epochs": made.trainer.local_epochs, "batch": made.data.batch_size}
-        assert {name: found[name] for name in wanted} == wanted, file
+            objects = parsed.make(f"--config={file}", *(f"--config={name}" for name in small))
+        optimizer, augment = objects.model.optimizer, objects.data.augment
+        actual = {name: getattr(optimizer, name) for name in ("lr", "momentum", "weight_decay", "lr_decay", "clip")}
+        actual |= {name: getattr(augment, name) for name in ("crop", "granularity") if augment is not None}
+        actual |= {
+            "rounds": objects.trainer.max_rounds,
+            "epochs": objects.trainer.local_epochs,
+            "batch": objects.data.batch_size,
+        }
+        assert {name: actual[name] for name in expected} == expected, file
 
 
 def test_presets_have_the_augmentation_of_the_programs(parsed: FederatedCLI) -> None:
     for experiment, preset in (("fedgmt/cifar10_path2", "flsam"), ("fedgloss/cifar10_alpha0", "fedgloss_repo")):
-        made = parsed.make(f"--config=experiment/{experiment}", f"--config=presets/{preset}/images")
-        augment = made.data.augment
+        objects = parsed.make(f"--config=experiment/{experiment}", f"--config=presets/{preset}/images")
+        augment = objects.data.augment
         assert (augment.crop, augment.flip, augment.granularity) == (4, True, "batch")
 
 
@@ -305,22 +309,22 @@ def check(parsed: FederatedCLI, command: Command, cell: Cell) -> None:
     cohort, _, clients = cell.participation.partition("/")
     overlay = [f"--config={ROOT / 'configs' / 'debug' / 'landmarks.yaml'}"] if file.stem == "landmarks" else []
     with torch.device("meta"):  # no weights are drawn
-        made = parsed.make(f"--config={file}", *overlay, *settings, *recipe(cell).column)
+        objects = parsed.make(f"--config={file}", *overlay, *settings, *recipe(cell).column)
     base, *added = re.split(r" |\+", cell.algorithm)[0], *cell.algorithm.split("+")[1:]
-    assert type(made.model).__name__ == ROWS.get(base, base), cell
-    assert (made.model.averaging is not None) == ("SWA" in cell.algorithm), cell
+    assert type(objects.model).__name__ == ROWS.get(base, base), cell
+    assert (objects.model.averaging is not None) == ("SWA" in cell.algorithm), cell
     for part in ("Mixup", "Cutout"):
-        assert bool(getattr(made.data.augment, part.lower(), 0)) == (part in cell.algorithm), cell
+        assert bool(getattr(objects.data.augment, part.lower(), 0)) == (part in cell.algorithm), cell
     for ascent in {"SAM", "ASAM"} & {word for part in added for word in part.split(" ")}:
-        assert type(made.model.ascent).__name__ == ascent, cell
+        assert type(objects.model.ascent).__name__ == ascent, cell
     if clients:
-        sampler = made.trainer.sampler
+        sampler = objects.trainer.sampler
         mean = sampler.p * int(clients) if isinstance(sampler, BernoulliSampler) else sampler.clients_per_round
-        assert (mean, made.data.num_clients) == (int(cohort), int(clients))
-        assert type(made.model.net).__name__ == cell.model
+        assert (mean, objects.data.num_clients) == (int(cohort), int(clients))
+        assert type(objects.model.net).__name__ == cell.model
     if source_of(cell) != cell.paper:  # the numbers of the README
-        assert made.trainer.max_rounds == (1000 if "1000 rounds" in cell.note else 500)
-        assert made.data.batch_size == (25 if "batches of 25" in cell.note else 50)
+        assert objects.trainer.max_rounds == (1000 if "1000 rounds" in cell.note else 500)
+        assert objects.data.batch_size == (25 if "batches of 25" in cell.note else 50)
 
 
 @pytest.mark.slow
@@ -328,18 +332,18 @@ def check(parsed: FederatedCLI, command: Command, cell: Cell) -> None:
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_cell_is_made(paper: str, part: int, parsed: FederatedCLI) -> None:
-    made = [(command, cells[-1]) for command, cells in commands().items() if cells[0].paper == paper]
-    for command, cell in made[part::8]:
+    cases = [(command, cells[-1]) for command, cells in commands().items() if cells[0].paper == paper]
+    for command, cell in cases[part::8]:
         check(parsed, command, cell)
-    assert len(made) > 50
+    assert len(cases) > 50
 
 
 def test_page_holds_tables_and_rows() -> None:
     pages = {path: path.read_text() for path in (PAGE, *PAPER_PAGES)}
-    found = [(kind, of) for page in pages.values() for kind, of, _ in BLOCK.findall(page)]
+    blocks = [(kind, subject) for page in pages.values() for kind, subject, _ in BLOCK.findall(page)]
     expected = {("tables", paper) for paper in PAPERS}
     expected |= {("rows", source) for source in SOURCES}
-    assert len(found) == len({*found}) and {*found} == expected | {("known", "cells"), ("known", "figures")}
+    assert len(blocks) == len({*blocks}) and {*blocks} == expected | {("known", "cells"), ("known", "figures")}
 
 
 def test_code_of_the_page(
@@ -356,13 +360,13 @@ def test_code_of_the_page(
     lines = [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", "").splitlines()]
     fits = [words for words in lines if words[1] == "fit"]
     assert len(fits) == 4 and len(lines) == 11
-    made = [parsed.make(*words[2:]) for words in fits]
-    assert [type(of.model).__name__ for of in made[:2]] == ["FedSAM", "FedASAM"]
+    built = [parsed.make(*words[2:]) for words in fits]
+    assert [type(objects.model).__name__ for objects in built[:2]] == ["FedSAM", "FedASAM"]
     for words in lines:
         if words[1] == "reproduce":
-            asked = FederatedCLI(*words[1:]).config
-            if asked.table.startswith("fig"):
-                assert all(map(figure_tasks, figure(asked.paper, asked.table.removeprefix("fig")))), words
+            config = FederatedCLI(*words[1:]).config
+            if config.table.startswith("fig"):
+                assert all(map(figure_tasks, figure(config.paper, config.table.removeprefix("fig")))), words
                 continue
-            named = [listed.split(",") if listed else [] for listed in (asked.rows, asked.columns)]
-            assert tasks(select(asked.paper, asked.table, *named))[0], words
+            names = [text.split(",") if text else [] for text in (config.rows, config.columns)]
+            assert tasks(select(config.paper, config.table, *names))[0], words

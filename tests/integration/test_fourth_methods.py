@@ -42,7 +42,7 @@ def test_neutral_options_of_fedscar(golden: Golden) -> None:
     alone = path(golden, FedScar, alpha=0, gamma=0)
     assert torch.equal(alone, path(golden, FedScar, alpha=0))  # without pushes there is nothing to decay
     assert (alone - path(golden, FedAvg, ascent=SAM(0.1, eps=1e-7))).abs().max() > 1e-3
-    first = [path(golden, FedScar, **of)[1] for of in ({}, {"alpha": 1.0, "gamma": 0.1})]
+    first = [path(golden, FedScar, **options)[1] for options in ({}, {"alpha": 1.0, "gamma": 0.1})]
     assert torch.equal(*first)
     close(path(golden, FedScarl, alpha=0, tau=0, strength="fixed", rho=0), path(golden, FedAvg))
     duals = path(golden, FedDyn, beta=20, prox="unsquared")
@@ -50,7 +50,7 @@ def test_neutral_options_of_fedscar(golden: Golden) -> None:
 
 
 def test_first_round_of_one_step(golden: Golden) -> None:
-    """w^1 = wbar + beta / M times the sum of the moves: there is no bias, and the force is 0 in the first step."""
+    """w^1 is wbar + beta / M times the sum of the moves: there is no bias, and the force is 0 in the first step."""
     _, record = golden.run(FedScar(net=golden.net(), beta=0.3, optimizer=WD), local_steps=1, max_rounds=1)
     before, moves = record.server[0].w, [r.w - record.server[0].w for r in record.local[0].values()]
     sizes = [len(golden.arrays[k][1]) for k in record.local[0]]
@@ -77,13 +77,13 @@ def test_lazy_sums_are_those_of_all_clients(golden: Golden, method: Any, options
 
 
 def test_size_of_fedscar(golden: Golden) -> None:
-    """The values of the spec's transcription."""
-    ways = []
+    """The values are those of the spec's transcription."""
+    distances = []
     for rho in (0.1, 0.0):
         w = path(golden, FedScar, rho=rho, weighting="samples")
-        ways.append(norm(w - w[0]).flatten()[1:].tolist())
-    assert ways[0] == pytest.approx([0.2091719, 0.29259681, 0.38202107, 0.45515173, 0.54889431, 0.65722249])
-    assert ways[1] == pytest.approx([0.20244659, 0.31976995, 0.40905252, 0.54268452, 0.69662931, 0.90789024])
+        distances.append(norm(w - w[0]).flatten()[1:].tolist())
+    assert distances[0] == pytest.approx([0.2091719, 0.29259681, 0.38202107, 0.45515173, 0.54889431, 0.65722249])
+    assert distances[1] == pytest.approx([0.20244659, 0.31976995, 0.40905252, 0.54268452, 0.69662931, 0.90789024])
     _, record = golden.run(FedScar(net=golden.net(), optimizer=WD, alpha=1.0, strength="variance"))
     strengths = [float(server.a) for server in record.server[1:]]
     assert strengths == pytest.approx([0.1153485, 0.18890751, 0.16707212, 0.2328444, 0.23703625, 0.25643022])
@@ -121,9 +121,9 @@ def test_a_round_without_clients_decays_the_biases(golden: Golden) -> None:
 
 
 def test_what_the_server_remembers_does_not_travel(golden: Golden) -> None:
-    """Down w and the mean bias, up the model: the server computes starts and pushes from the models that it has got."""
-    found, _ = golden.run(FedScar(net=golden.net()), max_rounds=1)
-    assert found.state.total_bits == 64 * 2 * 3 * 1220
+    """w and the mean bias go down, the model goes up: the server computes starts and pushes from models that it has."""
+    fit, _ = golden.run(FedScar(net=golden.net()), max_rounds=1)
+    assert fit.state.total_bits == 64 * 2 * 3 * 1220
 
 
 def test_refused(golden: Golden) -> None:

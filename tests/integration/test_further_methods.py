@@ -75,7 +75,7 @@ def test_momentum_of_fedacg_is_the_last_step(golden: Golden) -> None:
 
 
 def test_step_of_fedexp(tmp_path: Path) -> None:
-    """Without eps: 1/2 and so 1 for equal updates; S/2 for orthogonal ones of one size; 1 where nothing moves."""
+    """Without eps it is 1/2, so 1, for equal updates, S/2 for orthogonal ones of one size, 1 where nothing moves."""
 
     class Slopes(nn.Module):
         def __init__(self) -> None:
@@ -102,7 +102,7 @@ def test_step_of_fedexp(tmp_path: Path) -> None:
 
 
 def test_fedlc_of_equal_counts_is_fedavg(golden: Golden) -> None:
-    """Whatever tau: a constant added to all logits changes nothing."""
+    """A constant added to all logits changes nothing, whatever tau."""
     golden.arrays = [(x[:4], np.arange(4)) for x, _ in golden.arrays]
     close(path(golden, FedLC, tau=3.0), path(golden, FedAvg))
 
@@ -149,10 +149,10 @@ def test_fedmoswa_keeps_a_mean_of_the_newest_variates(golden: Golden) -> None:
 
 
 def test_momentum_of_fedwmsam_adapts(golden: Golden) -> None:
-    """The values of the official functions, mended, after rounds 1 to 6."""
+    """The values are those of the official functions, mended, after rounds 1 to 6."""
     _, record = golden.run(FedWMSAM(net=golden.net(), optimizer=WD, rho=0.1))
-    found = [float(server.a) for server in record.server[1:]]
-    assert found == pytest.approx([0.1, 0.10186246, 0.10251730, 0.10372701, 0.10418179, 0.10413997], abs=1e-8)
+    alphas = [float(server.a) for server in record.server[1:]]
+    assert alphas == pytest.approx([0.1, 0.10186246, 0.10251730, 0.10372701, 0.10418179, 0.10413997], abs=1e-8)
 
 
 COUNTS = {0: (15, 4, 3, 2), 1: (1, 19, 11, 1), 2: (4, 4, 23, 9), 3: (9, 3, 0, 12)}
@@ -167,16 +167,16 @@ TERMS = {
 
 @pytest.mark.parametrize("k", range(4))
 def test_terms_of_the_losses(golden: Golden, k: int) -> None:
-    """Values of public programs at the initial weights; MOON's teachers are rows of a stored trajectory."""
+    """They are those of public programs at the initial weights; MOON's teachers are rows of a stored trajectory."""
     x, y = torch.from_numpy(golden.arrays[k][0]).double(), torch.from_numpy(golden.arrays[k][1])
     net = golden.net().double()
     teachers = list(torch.from_numpy(trajectory("fedsam__FedAvg")["global"][1:3]))
     counts = torch.bincount(y, minlength=4)
     assert tuple(counts.tolist()) == COUNTS[k]
 
-    def value(objective: LocalObjective, *more: Any) -> float:
+    def value(objective: LocalObjective, *constants: Any) -> float:
         with objective.observed():
-            return float(objective.batch_loss(objective.net(x), y, *more))
+            return float(objective.batch_loss(objective.net(x), y, *constants))
 
     def calibrated(**options: Any) -> float:
         objective = FedLC(net=net, **options)
@@ -191,11 +191,11 @@ def test_terms_of_the_losses(golden: Golden, k: int) -> None:
             outputs.append(net(x))
     moon.flat.load(net, start)
     plain = value(FedAvg(net=net))
-    found = (
+    terms = (
         plain, value(FedDecorr(net=net, beta=1.0, scale="code")) - plain, calibrated(tau=1.0), calibrated(tau=0.1),
         calibrated(tau=1.0, denominator="others"), value(moon, *outputs) - plain,
     )  # fmt: skip
-    assert found == pytest.approx(TERMS[k], abs=2e-10)
+    assert terms == pytest.approx(TERMS[k], abs=2e-10)
 
 
 # Rounds in which nobody answers, and clients that are late
@@ -204,7 +204,7 @@ NOBODY, EVERYBODY = [], [0, 1, 2, 3]
 
 
 def answered(golden: Golden, model: LocalObjective, *rounds: list[int], **options: Any) -> Any:
-    """The trajectory of rounds in which these clients answer."""
+    """Returns the trajectory of rounds in which these clients answer."""
     everyone = ReplaySampler([EVERYBODY] * len(rounds))
     faults = Faults(available=list(rounds))
     return golden.run(model, sampler=everyone, max_rounds=len(rounds), faults=faults, **options)[1]
@@ -263,16 +263,16 @@ class Iterates(FedSWA):
 def test_a_late_client_uploads_its_model_after_the_steps_done(golden: Golden, engine: Any) -> None:
     """FedSWA's rate falls over the steps asked for, as if the client did not know that it will be late."""
     options = {"rho": 0.1, "optimizer": SGD(lr=0.1)}
-    whole = Iterates(net=golden.net(), **options)
-    golden.run(whole, max_rounds=1, local_steps=6, sampler=ReplaySampler([EVERYBODY]))
-    iterates = {k: whole.seen[6 * k : 6 * k + 6] for k in EVERYBODY}
+    objective = Iterates(net=golden.net(), **options)
+    golden.run(objective, max_rounds=1, local_steps=6, sampler=ReplaySampler([EVERYBODY]))
+    iterates = {k: objective.seen[6 * k : 6 * k + 6] for k in EVERYBODY}
     faults = Faults(stragglers=Stragglers(deadline=3.0))
     sampler = ReplaySampler([EVERYBODY])
     model = FedSWA(golden.net(), **options)
     _, late = golden.run(model, max_rounds=1, local_steps=6, sampler=sampler, faults=faults, engine=engine)
-    done = {k: result.ctx.K for k, result in late.local[0].items()}
-    assert len({K for K in done.values() if 0 < K < 6}) > 1
-    for k, K in done.items():
+    steps = {k: result.ctx.K for k, result in late.local[0].items()}
+    assert len({K for K in steps.values() if 0 < K < 6}) > 1
+    for k, K in steps.items():
         if K < 6:
             close(late.local[0][k].w, iterates[k][K])
 
@@ -287,12 +287,12 @@ class Slope(nn.Module):
 def test_a_late_client_of_fedmoswa_keeps_its_gradient(golden: Golden) -> None:
     """Of a constant gradient the variate is that gradient: the displacement over the sum of the rates of the steps."""
 
-    def made() -> nn.Module:
+    def net() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(golden.test[0][0].size, 4))
 
     faults = Faults(stragglers=Stragglers(deadline=3.0))
-    model = FedMoSWA(made(), rho=0.1, loss=Slope(), optimizer=SGD(lr=0.1))
+    model = FedMoSWA(net(), rho=0.1, loss=Slope(), optimizer=SGD(lr=0.1))
     _, record = golden.run(model, max_rounds=1, local_steps=6, sampler=ReplaySampler([EVERYBODY]), faults=faults)
     assert {r.ctx.K for r in record.local[0].values()} & {1, 2, 3, 4, 5}
     for k, result in record.local[0].items():

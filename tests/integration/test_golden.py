@@ -145,27 +145,27 @@ def test_trajectory_of_more_methods(golden: Golden, name: str) -> None:
     for t, cohort in enumerate(expected["local_ids"]):
         local = torch.stack([record.local[t][k].w for k in cohort]).numpy()
         np.testing.assert_allclose(local, expected["local"][t], rtol=0, atol=2e-7)  # stored in float32
-    for extra, of in STATE_OF_MORE.items():
+    for extra, value_of in STATE_OF_MORE.items():
         if extra in expected:
             rounds = record.server[-1:] if extra.endswith("last") else record.server[1:]
-            found = torch.stack([of(server) for server in rounds]).numpy()
-            np.testing.assert_allclose(found, expected[extra].reshape(found.shape), rtol=0, atol=1e-7)
+            actual = torch.stack([value_of(server) for server in rounds]).numpy()
+            np.testing.assert_allclose(actual, expected[extra].reshape(actual.shape), rtol=0, atol=1e-7)
     if "extra_ci_last" in expected:
         rows = torch.stack([record.client[-1][k].c for k in range(4)]).numpy()
         np.testing.assert_allclose(rows, expected["extra_ci_last"], rtol=0, atol=1e-7)
     for t, duals in enumerate(expected.get("extra_lam", ())):  # those of absent clients, and of those never seen
         unseen, rows = record.server[t + 1].lam_unseen, record.client[t]
-        found = [rows[k].lam + unseen - rows[k].lam_seen if k in rows else unseen for k in range(4)]
-        np.testing.assert_allclose(torch.stack(found), duals, rtol=0, atol=1e-7)
+        actual = [rows[k].lam + unseen - rows[k].lam_seen if k in rows else unseen for k in range(4)]
+        np.testing.assert_allclose(torch.stack(actual), duals, rtol=0, atol=1e-7)
     if "extra_bias" in expected:  # after the pushes; that of an absent client has decayed since it was drawn
         gama = json.loads(str(expected["hyper"]))["gama"]
         for t, biases in enumerate(expected["extra_bias"]):
             rows = record.client[t]
-            found = [rows[k].b * gama ** (t - rows[k].last) if k in rows else torch.zeros(1220) for k in range(4)]
-            np.testing.assert_allclose(torch.stack(found), biases, rtol=0, atol=1e-7)
+            actual = [rows[k].b * gama ** (t - rows[k].last) if k in rows else torch.zeros(1220) for k in range(4)]
+            np.testing.assert_allclose(torch.stack(actual), biases, rtol=0, atol=1e-7)
     if "extra_variance" in expected:
-        found = [float(server.a) for server in record.server[1:]]
-        np.testing.assert_allclose(found, expected["extra_variance"], rtol=0, atol=1e-9)
+        actual = [float(server.a) for server in record.server[1:]]
+        np.testing.assert_allclose(actual, expected["extra_variance"], rtol=0, atol=1e-9)
     if "extra_eta_g" in expected:
         assert expected["extra_eta_g"].min() > 1.3  # the extrapolation was at work
         steps = [float(norm(b.w - a.w)) for a, b in pairwise(record.server)]

@@ -50,36 +50,36 @@ def start(folder: Path, *args: str) -> subprocess.Popen[str]:
 
 def run(folder: Path, *args: str) -> str:
     process = start(folder, *args)
-    said, errors = process.communicate(timeout=900)
-    assert process.returncode == 0, said + errors
-    return said
+    output, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, output + errors
+    return output
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """What the program has found on this machine, the only one in its file."""
-    (found,) = json.loads((folder / "runs/gpu/gpu.json").read_text()).values()
-    return dict(found)
+    """Returns what the program has measured on this machine, the only one in its file."""
+    (legs,) = json.loads((folder / "runs/gpu/gpu.json").read_text()).values()
+    return dict(legs)
 
 
 def processes_in(folder: Path) -> dict[int, str]:
-    """Commands of the processes that work in a folder."""
-    found = {}
+    """Returns the commands of the processes that work in a folder."""
+    commands = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (path / "cwd").resolve() == folder:
-                found[int(path.name)] = (path / "cmdline").read_text()  # empty if it has ended
-    return {number: command for number, command in found.items() if command}
+                commands[int(path.name)] = (path / "cmdline").read_text()  # empty if it has ended
+    return {number: command for number, command in commands.items() if command}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["correctness=1"]) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and "no CUDA device" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and "no CUDA device" in captured.err
 
 
 def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ratios, floors, the papers' numbers, errors and what was not reached; and no empty table."""
+    """It has ratios, floors, the papers' numbers, errors and what was not reached; and no empty table."""
     page, out = tmp_path / "page.md", tmp_path / "gpu.json"
     page.write_text(PAGE)
     assert main(["--out", str(out), "--report", str(page)]) == 1
@@ -89,7 +89,7 @@ def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.Capture
     graphed = {"round_s": 0.01, "steps_per_s": 4000.0, "clients_per_s": 500.0, "first_s": 2.0, "peak_gb": 1.5}
     run = {"whole": True, "rounds": 3000, "accuracy": 0.48, "deviation": 0.01, "flatness/lambda_max": 70.0}
     cut = {"whole": False, "rounds": 2007, "accuracy_of_last_evaluations": 0.45, "rounds_of_last_evaluations": [2000]}
-    found = {
+    legs = {
         "machine": MACHINE,
         "correctness": {
             "FedAvg, sequential": {"ok": True, "difference": 1e-12},
@@ -109,7 +109,7 @@ def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.Capture
         "science": {"FedSAM": cut, "FedAvg": {**run, "engine": "graphed", "seconds a round": 0.012}},
         "science: not reached": ["FedSAM", "FedGMT"],
     }
-    out.write_text(json.dumps({"A GPU": found}))
+    out.write_text(json.dumps({"A GPU": legs}))
     assert main(["--out", str(out), "--report", str(page)]) == 0
     text = page.read_text()
     assert text.startswith("# Title\n\n<!-- gpu -->\n\n## Measured: A GPU") and text.endswith(
@@ -129,14 +129,14 @@ def test_report_puts_the_tables_on_a_page(tmp_path: Path, capsys: pytest.Capture
         "| W1, FedAvg | batched",
         "| W1, FedSAM | graphed",
     ]
-    places = [text.index(row) for row in (*rows, "### Science", "| FedAvg | 3000", "| FedSAM | 2007")]
-    assert places == sorted(places)  # each leg in its order, whichever item ended first
+    positions = [text.index(row) for row in (*rows, "### Science", "| FedAvg | 3000", "| FedSAM | 2007")]
+    assert positions == sorted(positions)  # each leg in its order, whichever item ended first
     assert "MOON, compiled" in text and "Not reached: FedSAM, FedGMT" in text
 
 
 def test_verdict_of_a_nan_is_no() -> None:
-    found = verdict([0.0, float("nan"), 0.0], 1.0)
-    assert not found["ok"] and found["difference"] != found["difference"]
+    outcome = verdict([0.0, float("nan"), 0.0], 1.0)
+    assert not outcome["ok"] and outcome["difference"] != outcome["difference"]
     assert verdict([0.1, 0.2], 1.0) == {"ok": True, "difference": 0.2}
 
 
@@ -151,20 +151,20 @@ def test_an_item_that_crashes_hangs_or_fails_takes_no_other_with_it(
     path = tmp_path / "gpu.json"
     results = Results(path, "strange")
     fill(results, Task("strange", "cpu", time.monotonic() + 100, path, []), Leg(2, 30.0))
-    ((_, every),) = json.loads(path.read_text()).items()
-    found = every["strange"]
-    assert "SIGSEGV" in found["crash"]["error"] and "ended after its time" in found["hang"]["error"]
-    assert found["fail"]["error"] == "ValueError: of no use"
-    assert found["good"]["ok"] and found["last"]["ok"] and found["good"]["threads"] == "2"
-    assert "SIGKILL" in found["killed"]["error"]
+    ((_, legs),) = json.loads(path.read_text()).items()
+    items = legs["strange"]
+    assert "SIGSEGV" in items["crash"]["error"] and "ended after its time" in items["hang"]["error"]
+    assert items["fail"]["error"] == "ValueError: of no use"
+    assert items["good"]["ok"] and items["last"]["ok"] and items["good"]["threads"] == "2"
+    assert "SIGKILL" in items["killed"]["error"]
     assert results.failed == ["crash", "killed", "hang", "fail", "wrong", "strange"]
     log = path.with_suffix(".log").read_text()
-    assert "not JSON serializable" in found["strange"]["error"]
+    assert "not JSON serializable" in items["strange"]["error"]
     assert log.count("\n== ") + 1 == 4 and "in crash" in log and "in hang" in log and "in fail" in log
     assert not [command for command in processes_in(tmp_path).values() if "spawn_main" in command or "sleep" in command]
-    here = machine("cpu")
-    assert Results(path, "strange").begin(here, ["crash", "good", "new"]) == ["new", "crash"]
-    assert Results(path, "strange").begin(here, ["crash", "good", "new"], "new") == ["new"]
+    cpu = machine("cpu")
+    assert Results(path, "strange").begin(cpu, ["crash", "good", "new"]) == ["new", "crash"]
+    assert Results(path, "strange").begin(cpu, ["crash", "good", "new"], "new") == ["new"]
     assert Results(path, "strange").begin(MACHINE, ["good"]) == ["good"]  # another machine
     one, other = json.loads(path.read_text()).values()
     assert one["strange: not reached"] == ["crash", "new"] and other["strange: not reached"] == ["good"]
@@ -183,8 +183,8 @@ def test_results_of_a_loan_join_those_that_are_there(tmp_path: Path) -> None:
     later = {"A": {"speed": {"d": {}, "a": {"whole": False}}, "speed: not reached": ["a", "c"]}}
     (tmp_path / "later.json").write_text(json.dumps(later))
     join(tmp_path / "later.json", tmp_path / "old.json")
-    found = json.loads((tmp_path / "old.json").read_text())["A"]
-    assert found["speed: not reached"] == ["c"] and found["speed"]["a"] == {}  # a was, before
+    legs = json.loads((tmp_path / "old.json").read_text())["A"]
+    assert legs["speed: not reached"] == ["c"] and legs["speed"]["a"] == {}  # a was, before
 
 
 @pytest.mark.long
@@ -195,8 +195,8 @@ def test_correctness_in_small_killed_after_an_item_and_continued(tmp_path: Path)
     first = results(tmp_path)
     assert first["correctness"] and first["correctness: not reached"]
     run(tmp_path, "correctness=600")
-    found = whole(tmp_path, "correctness")
-    assert first["correctness"].items() <= found.items()  # not done again
+    items = whole(tmp_path, "correctness")
+    assert first["correctness"].items() <= items.items()  # not done again
 
 
 @pytest.mark.long
@@ -212,21 +212,21 @@ LIMIT, DATA = 62.0, 55.5
 
 
 def test_what_travels_to_a_lent_machine_is_small() -> None:
-    there = subprocess.run(["git", "ls-files", "-z"], cwd=BENCHMARKS.parent, capture_output=True, text=True, check=True)
-    left = ("ledger/", "docs/", "tests/", "notebooks/")
-    assert all(f"'!/{name}'" in (BENCHMARKS / "gpu.sh").read_text() for name in left)
-    files = [BENCHMARKS.parent / name for name in there.stdout.split("\0") if name and not name.startswith(left)]
+    git = subprocess.run(["git", "ls-files", "-z"], cwd=BENCHMARKS.parent, capture_output=True, text=True, check=True)
+    excluded = ("ledger/", "docs/", "tests/", "notebooks/")
+    assert all(f"'!/{name}'" in (BENCHMARKS / "gpu.sh").read_text() for name in excluded)
+    files = [BENCHMARKS.parent / name for name in git.stdout.split("\0") if name and not name.startswith(excluded)]
     assert sum(path.stat().st_size for path in files if path.exists()) / 2**20 + DATA < LIMIT
 
 
 def lent(folder: Path) -> dict[str, str]:
     """Makes what pack brings: CIFAR-10's decoder, which writes nothing, and one wheel; returns the environment."""
-    brought = folder / ".gpu"
-    brought.mkdir()
-    (brought / "limits").write_text("90 90 90\n")
-    (brought / "commit").write_text("abc\n")
-    (brought / "cifar10_npz.py").touch()
-    with zipfile.ZipFile(brought / "brought-1-py3-none-any.whl", "w") as wheel:
+    bundle = folder / ".gpu"
+    bundle.mkdir()
+    (bundle / "limits").write_text("90 90 90\n")
+    (bundle / "commit").write_text("abc\n")
+    (bundle / "cifar10_npz.py").touch()
+    with zipfile.ZipFile(bundle / "brought-1-py3-none-any.whl", "w") as wheel:
         for name, text in {
             "METADATA": "Name: brought\nVersion: 1\n",
             "WHEEL": "Wheel-Version: 1.0\n",
@@ -236,8 +236,8 @@ def lent(folder: Path) -> dict[str, str]:
         wheel.writestr("brought.py", "")
     for name in ("benchmarks", "contest", "fl_lightning", "configs", "ledger"):
         (folder / name).symlink_to(BENCHMARKS.parent / name)
-    own = {"DEVICE": "cpu", "PYTHON": sys.executable, "OUT": str(folder / "out"), "WORK": str(folder / "work")}
-    return {**os.environ, **own}
+    variables = {"DEVICE": "cpu", "PYTHON": sys.executable, "OUT": str(folder / "out"), "WORK": str(folder / "work")}
+    return {**os.environ, **variables}
 
 
 @pytest.mark.long
@@ -245,11 +245,11 @@ def lent(folder: Path) -> dict[str, str]:
 def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
     env, out = lent(tmp_path), tmp_path / "out"
     command = ["bash", str(BENCHMARKS / "gpu.sh"), verb, "--only", "^FedAvg(, sequential)?$|^floors"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = json.loads((out / "gpu.json").read_text()).values()
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stdout + process.stderr
+    (legs,) = json.loads((out / "gpu.json").read_text()).values()
     items = [
-        item for leg in (["correctness"] if verb == "check" else ["speed", "science"]) for item in found[leg].values()
+        item for leg in (["correctness"] if verb == "check" else ["speed", "science"]) for item in legs[leg].values()
     ]
     assert items and all(item["commit"] == "abc" for item in items)
     assert "torch" in (out / "machine.txt").read_text() and (tmp_path / "work/site/brought.py").exists()
@@ -262,7 +262,7 @@ def test_a_lent_machine_in_small(verb: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_lent_machine_is_killed_at_any_moment(tmp_path: Path) -> None:
     """Whatever was said to have ended comes home, no process is left, and no item is done again."""
-    env, said, chance = lent(tmp_path), list[str](), random.Random(42)
+    env, lines, chance = lent(tmp_path), list[str](), random.Random(42)
     (tmp_path / ".gpu/limits").write_text("600 600 600\n")
     command = ["bash", str(BENCHMARKS / "gpu.sh"), "check", "--only", "^FedAvg"]
     for last in (False, False, False, True):
@@ -270,21 +270,21 @@ def test_a_lent_machine_is_killed_at_any_moment(tmp_path: Path) -> None:
             command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         if not last:
-            said += [process.stdout.readline() for _ in range(chance.randrange(2))]
+            lines += [process.stdout.readline() for _ in range(chance.randrange(2))]
             time.sleep(3 * chance.random())
-            legs = [number for number, command in processes_in(tmp_path).items() if "benchmarks.gpu" in command]
-            assert all(os.getpgid(leg) == process.pid for leg in legs)  # so that it does not write on
+            pids = [pid for pid, command in processes_in(tmp_path).items() if "benchmarks.gpu" in command]
+            assert all(os.getpgid(pid) == process.pid for pid in pids)  # so that it does not write on
             os.killpg(process.pid, signal.SIGKILL)
-        said += process.communicate(timeout=300 if last else 30)[0].splitlines()
+        lines += process.communicate(timeout=300 if last else 30)[0].splitlines()
         while processes_in(tmp_path):
             time.sleep(0.02)
-        ended = [line.partition(": ")[0] for line in said if line.startswith("FedAvg")]
-        if (brought := tmp_path / "out/gpu.json").exists():
-            join(brought, tmp_path / "home.json")
-            (here,) = json.loads((tmp_path / "home.json").read_text()).values()
-            assert {*ended} <= {*here["correctness"]}
-    assert process.returncode == 0 and len({*ended}) == len(ended)
-    assert len(here["correctness"]) == 3 and all(item["ok"] for item in here["correctness"].values())
+        names = [line.partition(": ")[0] for line in lines if line.startswith("FedAvg")]
+        if (path := tmp_path / "out/gpu.json").exists():
+            join(path, tmp_path / "home.json")
+            (home,) = json.loads((tmp_path / "home.json").read_text()).values()
+            assert {*names} <= {*home["correctness"]}
+    assert process.returncode == 0 and len({*names}) == len(names)
+    assert len(home["correctness"]) == 3 and all(item["ok"] for item in home["correctness"].values())
 
 
 def kill(process: subprocess.Popen[str], folder: Path) -> None:
@@ -297,8 +297,8 @@ def kill(process: subprocess.Popen[str], folder: Path) -> None:
 
 
 def whole(folder: Path, leg: str) -> dict[str, Any]:
-    """The results of a leg, which has done everything without an error."""
-    found = results(folder)
-    assert found[leg] and found[f"{leg}: not reached"] == []
-    assert not [name for name, value in found[leg].items() if "error" in value or value.get("ok") is False]
-    return dict(found[leg])
+    """Returns the results of a leg, which has done everything without an error."""
+    legs = results(folder)
+    assert legs[leg] and legs[f"{leg}: not reached"] == []
+    assert not [name for name, value in legs[leg].items() if "error" in value or value.get("ok") is False]
+    return dict(legs[leg])

@@ -44,12 +44,12 @@ def task(folder: Path, seconds: float) -> Task:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Settings by path; those of callbacks by class."""
-    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-        value = {each["class_path"]: each.get("init_args", {}) for each in value}
+    """Returns settings by path; those of callbacks by class."""
+    if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+        value = {entry["class_path"]: entry.get("init_args", {}) for entry in value}
     if not isinstance(value, dict):
         return {path: value}
-    return {name: leaf for key, each in value.items() for name, leaf in flat(each, f"{path}.{key}").items()}
+    return {name: leaf for key, entry in value.items() for name, leaf in flat(entry, f"{path}.{key}").items()}
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 def test_settings_are_those_of_the_ledger(row: str, ledger: str) -> None:
     ours = flat(FederatedCLI("fit", *settings(row), *DATA, SPLIT).resolved())
     theirs = flat(yaml.safe_load((located(LEDGER / ledger / "seed_0")[0] / "config.yaml").read_text()))
-    for each in (ours, theirs):
+    for config in (ours, theirs):
         for name in [*(f".trainer.{key}" for key in OWN), ".trainer.callbacks.fl_lightning.Checkpoints.every_n_rounds"]:
-            each.pop(name, None)
+            config.pop(name, None)
     for name in ours.keys() - theirs.keys():
         assert ours[name] == LATER.get(name, "unknown"), name
     assert {name: ours.get(name) for name in theirs} == theirs
@@ -82,19 +82,19 @@ def curve(folder: Path, rounds: int, evaluated: set[int]) -> Any:
 
 
 def test_accuracy_of_a_whole_run_is_that_of_its_last_rounds_all_evaluated(tmp_path: Path) -> None:
-    found = summary(curve(tmp_path, 100, {20, 40, 60, 80, *range(91, 101)}), 100, 10)
-    assert found["whole"] and found["rounds"] == 100 and found["accuracy"] == pytest.approx(0.0955)
-    assert found["deviation"] == pytest.approx(0.00287, abs=1e-5) and "accuracy_of_last_evaluations" not in found
+    outcome = summary(curve(tmp_path, 100, {20, 40, 60, 80, *range(91, 101)}), 100, 10)
+    assert outcome["whole"] and outcome["rounds"] == 100 and outcome["accuracy"] == pytest.approx(0.0955)
+    assert outcome["deviation"] == pytest.approx(0.00287, abs=1e-5) and "accuracy_of_last_evaluations" not in outcome
 
 
 @pytest.mark.parametrize("rounds", [95, 100])
 def test_accuracy_of_a_cut_run_has_another_name_and_its_rounds(tmp_path: Path, rounds: int) -> None:
     """Neither a run that has not reached its end, nor one whose last rounds were not all evaluated, has the first."""
-    found = summary(curve(tmp_path, rounds, {10, 20, 30, 40, 60, 80, 91, 92}), 100, 10)
-    assert found["whole"] is (rounds == 100) and found["rounds"] == rounds
-    assert "accuracy" not in found and "deviation" not in found
-    assert found["rounds_of_last_evaluations"] == [40, 60, 80, 91, 92]
-    assert found["accuracy_of_last_evaluations"] == pytest.approx(0.0726)
+    outcome = summary(curve(tmp_path, rounds, {10, 20, 30, 40, 60, 80, 91, 92}), 100, 10)
+    assert outcome["whole"] is (rounds == 100) and outcome["rounds"] == rounds
+    assert "accuracy" not in outcome and "deviation" not in outcome
+    assert outcome["rounds_of_last_evaluations"] == [40, 60, 80, 91, 92]
+    assert outcome["accuracy_of_last_evaluations"] == pytest.approx(0.0726)
 
 
 def test_a_run_without_a_row_is_reported() -> None:
@@ -135,28 +135,28 @@ def test_a_run_that_is_cut_off_keeps_its_results_and_goes_on(tmp_path: Path) -> 
     assert first["rounds_of_last_evaluations"][-1] <= first["rounds"] and first["seconds a round"] > 0
     (version,) = (tmp_path / "runs/FedAvg-long").glob("version_*")
     assert (version / "checkpoints/last.ckpt").exists() and time.monotonic() - before < science.SAVING
-    again = cut(45.0)
-    assert again["rounds"] > first["rounds"] and again["curve"][: len(first["curve"])] == first["curve"]
+    resumed = cut(45.0)
+    assert resumed["rounds"] > first["rounds"] and resumed["curve"][: len(first["curve"])] == first["curve"]
     rounds = [at for at, _ in read_metrics(version / FILE)["time/round_s"]]
-    assert rounds == list(range(1, again["rounds"] + 1))
+    assert rounds == list(range(1, resumed["rounds"] + 1))
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_is_an_error_with_what_it_has(tmp_path: Path) -> None:
     job = science.Job("FedAvg", 40, 10, [*science.SMALL.split(), "--trainer.max_rounds", "-1"])
-    found = science.train(job, task(tmp_path, 300.0))
-    assert "max_rounds" in found["error"] and found["rounds"] == 0 and not found["whole"]
+    outcome = science.train(job, task(tmp_path, 300.0))
+    assert "max_rounds" in outcome["error"] and outcome["rounds"] == 0 and not outcome["whole"]
 
 
 def test_report_never_shows_a_cut_run_as_a_whole_one() -> None:
     flatness = {"flatness/lambda_max": 70.0, "flatness_round": 3000, "seconds a round": 0.012, "engine": "graphed"}
-    whole = {"whole": True, "rounds": 3000, "accuracy": 0.48, "deviation": 0.01, **flatness, "curve": []}
+    complete = {"whole": True, "rounds": 3000, "accuracy": 0.48, "deviation": 0.01, **flatness, "curve": []}
     last = {"accuracy_of_last_evaluations": 0.61, "rounds_of_last_evaluations": [1920, 1940, 1960, 1980, 2000]}
     cut = {"whole": False, "rounds": 2007, **last, **flatness, "flatness_round": 2000, "curve": []}
     none = {"whole": False, "rounds": 0, "curve": [], "error": "out of memory"}
-    found = {"FedAvg": whole, "FedGloSS+SAM": cut, "FedASAM+SWA": none, "FedSMOO": {"error": "it crashed"}}
-    explained, table = report.science(found)
-    assert "3,000 rounds" in explained and "10,000" in explained
+    items = {"FedAvg": complete, "FedGloSS+SAM": cut, "FedASAM+SWA": none, "FedSMOO": {"error": "it crashed"}}
+    text, table = report.science(items)
+    assert "3,000 rounds" in text and "10,000" in text
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     first, second, third = lines[2:]
     assert first[:6] == ["FedAvg", "3000", "48.00 ± 1.00", "48.60 ± 5.01", "70", "148"]

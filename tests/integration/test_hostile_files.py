@@ -27,7 +27,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def line_of(*args: str) -> str:
-    """The one line that a command ends with."""
+    """Returns the one line that a command ends with."""
     with pytest.raises(SystemExit) as exit:
         cli(*args)
     text = str(exit.value.code)
@@ -95,13 +95,13 @@ def test_a_damaged_config_is_said_when_it_is_resumed(
     assert text.count("    batch_size: 32\n") == 1
     (folder / "config.yaml").write_text(text.replace("    batch_size: 32\n", "    batch_size: 36\n"))
     cli("fit", f"--ckpt_path={folder / 'checkpoints/last.ckpt'}", "--trainer.max_rounds=3")
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("settings changed after round 2")]
-    assert len(said) == 1 and "data.batch_size: 32 -> 36" in said[0]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("settings changed after round 2")]
+    assert len(lines) == 1 and "data.batch_size: 32 -> 36" in lines[0]
 
 
 @pytest.mark.parametrize("file", ["metrics.csv", "summary.json"])
 def test_compare_of_other_files(file: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link to nothing, and statistics of another form in a run from Python."""
+    """One is a link to nothing, the other has statistics of another form, in a run from Python."""
     folder = tmp_path / "r"
     shutil.copytree(good, folder)
     monkeypatch.chdir(tmp_path)
@@ -174,7 +174,7 @@ def test_runaways_are_refused_first(args: str, message: str) -> None:
 
 @pytest.mark.parametrize("command", ["compare", "fit", "sweep", "test"])
 def test_names_that_write_on_the_terminal(command: str) -> None:
-    """Newlines and a terminal's codes are shown as escapes, a byte that is no text, too."""
+    """Newlines and a terminal's codes are shown as escapes, as is a byte that is no text."""
     arg = "a\nb\x1b[31m\udcff"
     assert "a\\nb\\x1b[31m\\udcff" in line_of(command, *(["--config"] if command in ("fit", "test") else []), arg)
     assert "a\\nb" in line_of(arg)

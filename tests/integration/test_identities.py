@@ -88,7 +88,7 @@ def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
 
 
 def path(golden: Golden, objective: type[LocalObjective], **options: Any) -> Tensor:
-    """The global models of a run, ``(rounds + 1, d)``."""
+    """Returns the global models of a run, ``(rounds + 1, d)``."""
     steps = {"local_steps": options.pop("local_steps", 3)}
     options = {"optimizer": WD, "weighting": "uniform", **options}
     _, record = golden.run(objective(net=golden.net(), **options), **steps)
@@ -99,7 +99,7 @@ def path(golden: Golden, objective: type[LocalObjective], **options: Any) -> Ten
 @pytest.mark.parametrize(("algorithm", "slot"), DUALS)
 @pytest.mark.parametrize("ascent", [None, "SAM"])
 def test_server_slot_is_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str, ascent: str | None) -> None:
-    """Under partial participation, clients never seen included."""
+    """This holds under partial participation; clients never seen are included."""
     extra = {"ascent": SAM(0.1)} if ascent and algorithm not in NO_ASCENT else {}
     _, record = golden.run(algorithm(net=golden.net(), optimizer=WD, **extra))
     seen = 0
@@ -161,7 +161,7 @@ def test_methods_of_neutral_options(golden: Golden) -> None:
 
 
 def test_fedgf_of_c_one_takes_all_gradients_at_the_servers_point(golden: Golden) -> None:
-    """From round 1 on."""
+    """It does so from round 1 on."""
     _, record = golden.run(FedGF(net=golden.net(), optimizer=SGD(lr=0.1), c=1.0, rho_g=0.2))
     _, once = golden.run(FedGF(net=golden.net(), optimizer=SGD(lr=0.1), c=1.0, rho_g=0.2), local_steps=1)
     assert [float(s.c) for s in record.server] == [0] + [1] * 6
@@ -175,7 +175,7 @@ def test_fedgf_of_c_one_takes_all_gradients_at_the_servers_point(golden: Golden)
 
 
 def test_fedlesam_ascent(golden: Golden) -> None:
-    """The same for all steps of a round, of length rho, and none at the first part."""
+    """It is the same for all steps of a round, of length rho, and there is none at the first part."""
     seen: dict[tuple[int, int], list[Tensor]] = {}
 
     class Watched(FedLESAM):
@@ -201,7 +201,7 @@ def test_fedlesam_ascent(golden: Golden) -> None:
 
 @pytest.mark.parametrize("ref", ["own_last_active", "previous_round"])
 def test_fedlesam_ascent_is_taken_from_the_received_model(golden: Golden, ref: Any) -> None:
-    """With a relaxed start, too: none at a client's first part, later along w_old - w^t, wherever training starts."""
+    """Also with a relaxed start it is zero at a client's first part, and later along w_old - w^t."""
     seen: dict[tuple[int, int], list[Tensor]] = {}
 
     class Watched(FedLESAM):
@@ -223,7 +223,7 @@ def test_fedlesam_ascent_is_taken_from_the_received_model(golden: Golden, ref: A
 
 
 def test_fedntd_term() -> None:
-    """Zero for a student that is its teacher; blind to the logit of the true class."""
+    """It is zero for a student that is its teacher, and blind to the logit of the true class."""
     draw = torch.Generator().manual_seed(0)
     z, teacher, y = torch.randn(6, 5, generator=draw), torch.randn(6, 5, generator=draw), torch.arange(6) % 5
 
@@ -238,7 +238,7 @@ def test_fedntd_term() -> None:
 
 
 def test_naive_fedgloss_climbs_along_the_gradient(golden: Golden) -> None:
-    """K = 1, everybody, no decay, first round: the pseudo-gradient is lr times the gradient of F."""
+    """With K = 1, everybody, no decay, in the first round the pseudo-gradient is lr times the gradient of F."""
     objective = NaiveFedGloSS(net=golden.net(), rho=0.3, optimizer=SGD(lr=0.1))
     _, record = golden.run(objective, local_steps=1, sampler=ReplaySampler([[0, 1, 2, 3]]), max_rounds=1)
     net = golden.net().double()
@@ -250,20 +250,20 @@ def test_naive_fedgloss_climbs_along_the_gradient(golden: Golden) -> None:
     spec = FlatSpec(net)
     spec.load(net, w0 + to_radius(gradient, 0.3))
     x, y = (torch.from_numpy(a) for a in golden.arrays[0])
-    own = nn.functional.cross_entropy(net(x.double()), y)
-    g = torch.cat([g.reshape(-1) for g in torch.autograd.grad(own, list(net.parameters()))])
+    client_loss = nn.functional.cross_entropy(net(x.double()), y)
+    g = torch.cat([g.reshape(-1) for g in torch.autograd.grad(client_loss, list(net.parameters()))])
     close(sent, to_radius(gradient, 0.3) - 0.1 * g)
 
 
 def test_fedgmt_v2_of_all_clients_is_fedgmt(golden: Golden) -> None:
     """Everybody takes part: a client's teacher is then the server's of the round, so the runs are the same."""
     everybody = {"sampler": ReplaySampler([[0, 1, 2, 3]] * 4), "max_rounds": 4}
-    _, one = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.5), **everybody)
-    _, two = golden.run(FedGMTv2(net=golden.net(), optimizer=WD, ema_alpha=0.5), **everybody)
+    _, v1 = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.5), **everybody)
+    _, v2 = golden.run(FedGMTv2(net=golden.net(), optimizer=WD, ema_alpha=0.5), **everybody)
     for t in range(4):
         for k in range(4):
-            close(two.client[t][k].e, one.server[t].e)
-    close(two.server[-1].w, one.server[-1].w)
+            close(v2.client[t][k].e, v1.server[t].e)
+    close(v2.server[-1].w, v1.server[-1].w)
     _, late = golden.run(FedGMTv2(net=golden.net(), optimizer=WD, v2_init="first_seen"))
     close(late.client[3][3].e, late.server[3].w)  # client 3 takes part in round 3 for the first time
 
@@ -347,7 +347,7 @@ def test_model_is_the_mean_shifted_by_all_duals(golden: Golden, algorithm: Any) 
 
 
 def test_duals_shift_the_model_however_large_beta_is(golden: Golden) -> None:
-    """beta to infinity: local steps are plain, yet it is not FedAvg."""
+    """As beta goes to infinity, local steps are plain, yet it is not FedAvg."""
     options = {"optimizer": WD, "weighting": "uniform"}
     _, dyn = golden.run(FedDyn(net=golden.net(), beta=1e9, **options))
     _, avg = golden.run(FedAvg(net=golden.net(), **options))
@@ -358,9 +358,9 @@ def test_duals_shift_the_model_however_large_beta_is(golden: Golden) -> None:
 
 def test_fedgmt_of_alpha_zero_starts_without_kl(golden: Golden) -> None:
     """The teacher is then w^t: the KL term has no gradient at the first step."""
-    one = {"local_steps": 1}
-    _, with_kl = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.0, gamma=1.0), **one)
-    _, without = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.0, gamma=0.0), **one)
+    options = {"local_steps": 1}
+    _, with_kl = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.0, gamma=1.0), **options)
+    _, without = golden.run(FedGMT(net=golden.net(), optimizer=WD, ema_alpha=0.0, gamma=0.0), **options)
     close(with_kl.server[-1].w, without.server[-1].w)
 
 
@@ -413,7 +413,7 @@ def test_fedsmoo_perturbations_have_the_radius(golden: Golden) -> None:
 
 
 def test_scaffold_of_one_step_keeps_the_gradient(golden: Golden) -> None:
-    """K = 1, no weight decay: c_i+ is exactly the client's gradient at w^t."""
+    """With K = 1 and no weight decay, c_i+ is exactly the client's gradient at w^t."""
     objective = SCAFFOLD(net=golden.net(), optimizer=SGD(lr=0.1))
     _, record = golden.run(objective, local_steps=1)
     net, (x, y) = golden.net().double(), golden.arrays[0]
@@ -425,7 +425,7 @@ def test_scaffold_of_one_step_keeps_the_gradient(golden: Golden) -> None:
 
 
 def test_fedadam_against_its_box(golden: Golden) -> None:
-    """Reddi et al., Algorithm 2, from the local models alone; v_0 = 0, then tau^2 with bias correction."""
+    """The box is Reddi et al.'s Algorithm 2, of the local models alone; v_0 = 0, then tau^2 with bias correction."""
     lr, b1, b2, tau = 0.05, 0.9, 0.99, 0.01
     for v0, corrected in (("0", False), ("tau2", True)):
         update = ServerAdam(lr, b1, b2, tau, v0=v0, bias_correction=corrected)
@@ -441,13 +441,13 @@ def test_fedadam_against_its_box(golden: Golden) -> None:
             eps = tau / np.sqrt(1 - b2 ** (t + 1)) if corrected else tau
             w = w + lr * m_hat / (np.sqrt(v_hat) + eps)
             np.testing.assert_allclose(record.server[t + 1].w.numpy(), w, rtol=0, atol=1e-12)
-    named = path(golden, FedAdam, server_lr=lr)
-    close(named, path(golden, FedAvg, server_update=ServerAdam(lr, b1, b2, tau)))
+    fedadam = path(golden, FedAdam, server_lr=lr)
+    close(fedadam, path(golden, FedAvg, server_update=ServerAdam(lr, b1, b2, tau)))
 
 
 @pytest.mark.parametrize("start", [2, 0.34])
 def test_swa_of_cycle_one_is_the_mean(golden: Golden, start: float) -> None:
-    """Of w^(t0+2), ..., w^T, while the clients go on from w."""
+    """It is that of w^(t0+2), ..., w^T, while the clients go on from w."""
     _, record = golden.run(FedAvg(net=golden.net(), optimizer=WD, averaging=SWA(start=start)))
     w = torch.stack([s.w for s in record.server])
     close(record.evaluated[-1], w[4:].mean(0))
@@ -455,7 +455,7 @@ def test_swa_of_cycle_one_is_the_mean(golden: Golden, start: float) -> None:
 
 
 def test_swa_cycle(golden: Golden) -> None:
-    """Cycle 2 from t0 = 2: collected at t = 4, and the learning rate falls within each cycle."""
+    """Cycle 2 from t0 = 2 collects at t = 4, and the learning rate falls within each cycle."""
     swa, lr = SWA(start=2, cycle=2, lr_min=0.01), 0.1
     _, record = golden.run(FedAvg(net=golden.net(), optimizer=SGD(lr=lr), averaging=swa))
     w = torch.stack([s.w for s in record.server])
@@ -547,7 +547,7 @@ def test_an_error_of_the_server_slot_shifts_the_fixed_point(
 @pytest.mark.long
 @pytest.mark.parametrize(("algorithm", "exact"), [(SCAFFOLD, True), (FedDyn, True), (FedAvg, False)])
 def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bool) -> None:
-    """f_i = h_i/2 ||w - b_i||^2, K_i from 3 to 8, half of the clients a round: the optimum, but for FedAvg."""
+    """With f_i = h_i/2 ||w - b_i||^2, K_i from 3 to 8 and 4 clients a round, all but FedAvg reach the optimum."""
     draw = np.random.default_rng(0)
     h, b, steps = draw.uniform(0.5, 2, 8), draw.normal(size=(8, 2)), [3, 4, 5, 6, 7, 8, 3, 8]
     clients = [(np.tile([h[i], *b[i]], (k, 1)), np.full(k, i % 2)) for i, k in enumerate(steps)]  # K_i batches of one
@@ -557,8 +557,8 @@ def test_eight_clients_of_unequal_work(tmp_path: Path, algorithm: Any, exact: bo
         eval_every=200, enable_progress_bar=False, default_root_dir=str(tmp_path),
     )  # fmt: skip
     run = fit.fit(quadratic(algorithm, **options), Arrays(client_arrays=clients, test=clients[0], batch_size=1))
-    off = float((run.server.w - torch.from_numpy((h[:, None] * b).sum(0) / h.sum())).norm())
-    assert off < 1e-8 if exact else off > 0.05
+    error = float((run.server.w - torch.from_numpy((h[:, None] * b).sum(0) / h.sum())).norm())
+    assert error < 1e-8 if exact else error > 0.05
 
 
 TEXTS = [
@@ -595,12 +595,12 @@ def test_one_text_serves_one_client_and_a_cohort(algorithm: Any, ascent: Any) ->
     direction, after = objective.local_step(w, lambda v, *losses: h * (v - b), state, received, many)
     upload, kept = objective.local_end(w - 0.1 * direction, after, received, many)
     for k in range(clients):
-        one = ClientContext(**ctx, lr=0.1, K=k + 1, k_lr=float(lr[k] * (k + 1)))
-        mine = State({n: v[k] for n, v in state.items()})
+        ctx_k = ClientContext(**ctx, lr=0.1, K=k + 1, k_lr=float(lr[k] * (k + 1)))
+        state_k = State({n: v[k] for n, v in state.items()})
         direction_k, after_k = objective.local_step(
-            w[k], lambda v, *losses, k=k: h[k] * (v - b[k]), mine, received, one
+            w[k], lambda v, *losses, k=k: h[k] * (v - b[k]), state_k, received, ctx_k
         )
-        upload_k, kept_k = objective.local_end(w[k] - 0.1 * direction_k, after_k, received, one)
+        upload_k, kept_k = objective.local_end(w[k] - 0.1 * direction_k, after_k, received, ctx_k)
         for ours, theirs in ((upload, upload_k), (kept, kept_k)):
             for n in theirs:
                 close(ours[n][k], theirs[n])

@@ -41,31 +41,31 @@ MORE = "--trainer.max_rounds=8"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with all of its clients' rows in the file, and some of them pinned."""
+    """Returns a run with all of its clients' rows in the file, and some of them pinned."""
     root = tmp_path_factory.mktemp("made")
     return run("fit", f"--trainer.max_rounds={ROUNDS}", *ON_DISK, *KEEPS, root=root, model="SCAFFOLD")
 
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A copy of that run."""
+    """Returns a copy of that run."""
     return Path(shutil.copytree(made, tmp_path / made.parent.name / made.name))
 
 
-def complaint(folder: Path, *more: str, command: str = "fit") -> str:
-    """The one line that refuses to continue a run, in whose folder nothing changes."""
+def complaint(folder: Path, *options: str, command: str = "fit") -> str:
+    """Returns the one line that refuses to continue a run, in whose folder nothing changes."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit) as exit:
-        resume(folder, *more, command=command)
+        resume(folder, *options, command=command)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     line = str(exit.value.code)
     assert line.startswith("error: ") and len(line.splitlines()) == 1
     return line
 
 
-def resume(folder: Path, *more: str, command: str = "fit") -> Path:
+def resume(folder: Path, *options: str, command: str = "fit") -> Path:
     ckpt = folder / "checkpoints" / "last.ckpt"
-    args = [*DIGITS, *ON_DISK, f"--trainer.default_root_dir={folder.parents[1]}", MORE, f"--ckpt_path={ckpt}", *more]
+    args = [*DIGITS, *ON_DISK, f"--trainer.default_root_dir={folder.parents[1]}", MORE, f"--ckpt_path={ckpt}", *options]
     cli(command, "--model=SCAFFOLD", *args)
     return folder
 
@@ -84,21 +84,21 @@ def read_rows(folder: Path, content: dict[str, Any]) -> None:
 @pytest.mark.parametrize("flips", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["checkpoints/last.ckpt", "clients/rows.bin", "clients/rows.pins"])
 def test_every_flipped_bit_is_found(name: str, flips: int, folder: Path) -> None:
-    """In any byte; of rows.bin in those rows that the checkpoint refers to."""
+    """It may be in any byte; of rows.bin in those rows that the checkpoint refers to."""
     path, draw, content = folder / name, random.Random(3), last(folder)["clients"]
-    whole, size, used = path.read_bytes(), content["file"]["row_bytes"], content["file"]["positions"].tolist()
-    rows = [position * size + k for position in used for k in range(size)]
-    places = rows if path.suffix == ".bin" else range(len(whole))
+    original, size, positions = path.read_bytes(), content["file"]["row_bytes"], content["file"]["positions"].tolist()
+    rows = [position * size + k for position in positions for k in range(size)]
+    places = rows if path.suffix == ".bin" else range(len(original))
     read = partial(checkpoint.load, path) if path.suffix == ".ckpt" else partial(read_rows, folder, content)
     with path.open("r+b", buffering=0) as file:
         for place in draw.choices(places, k=flips):
-            os.pwrite(file.fileno(), bytes([whole[place] ^ 1 << draw.randrange(8)]), place)
+            os.pwrite(file.fileno(), bytes([original[place] ^ 1 << draw.randrange(8)]), place)
             with pytest.raises(UserError, match="damaged") as error:
                 read()
             assert "\n" not in str(error.value)
-            os.pwrite(file.fileno(), whole[place : place + 1], place)
+            os.pwrite(file.fileno(), original[place : place + 1], place)
     read_rows(folder, last(folder)["clients"])
-    path.write_bytes(whole[: places[5]] + b"??" + whole[places[5] + 2 :])
+    path.write_bytes(original[: places[5]] + b"??" + original[places[5] + 2 :])
     line = complaint(folder)
     assert "damaged" in line and path.name in line
 
@@ -106,14 +106,14 @@ def test_every_flipped_bit_is_found(name: str, flips: int, folder: Path) -> None
 @pytest.mark.parametrize("flips", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_of_the_log_is_found(flips: int, folder: Path) -> None:
     path, draw, state = folder / "metrics.csv", random.Random(4), last(folder)["loggers"]["CSVLogger"]
-    whole = path.read_bytes()
+    original = path.read_bytes()
     CSVLogger().check(folder, state, ROUNDS)
-    for place in draw.choices(range(len(whole)), k=flips):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+    for place in draw.choices(range(len(original)), k=flips):
+        path.write_bytes(original[:place] + bytes([original[place] ^ 1 << draw.randrange(8)]) + original[place + 1 :])
         with pytest.raises(UserError, match=r"metrics.csv: .*put the run's own file back") as error:
             CSVLogger().check(folder, state, ROUNDS)
         assert "\n" not in str(error.value)
-    path.write_bytes(whole.replace(b"1", b"2"))
+    path.write_bytes(original.replace(b"1", b"2"))
     assert "metrics.csv" in complaint(folder)
 
 
@@ -134,8 +134,8 @@ def test_a_kill_between_two_checkpoints_loses_no_round(tmp_path: Path, monkeypat
             child.communicate(timeout=600)
     ckpt = newest(tmp_path) / "checkpoints" / "last.ckpt"
     cli("fit", "--model=FedAvg", *args, f"--ckpt_path={ckpt}")
-    found = {path.name for path in ckpt.parent.glob("round_*.ckpt")}
-    assert found == {"round_2.ckpt", "round_4.ckpt", "round_6.ckpt"}
+    names = {path.name for path in ckpt.parent.glob("round_*.ckpt")}
+    assert names == {"round_2.ckpt", "round_4.ckpt", "round_6.ckpt"}
 
 
 def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -146,7 +146,7 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 @pytest.mark.sampled(quick=7)
 @pytest.mark.parametrize(
-    ("named", "edit"),
+    ("key", "edit"),
     [
         ("identity", lambda c: c.update(identity=[1])),
         *(("round", lambda c, n=n: c.update(round=n)) for n in (-5, "x", 3.7, True)),
@@ -164,10 +164,10 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
         ("server", lambda c: c["server"].update(w=torch.zeros(3))),
     ],
 )
-def test_structural_damage_is_one_line(named: str, edit: Callable[[Any], Any], folder: Path) -> None:
+def test_structural_damage_is_one_line(key: str, edit: Callable[[Any], Any], folder: Path) -> None:
     change(folder, edit)
     line = complaint(folder)
-    assert named in line and "take a" in line
+    assert key in line and "take a" in line
 
 
 def test_weights_of_a_damaged_checkpoint(folder: Path) -> None:
@@ -204,15 +204,15 @@ def test_names_make_no_objects(tmp_path: Path) -> None:
 def test_fingerprint_has_the_pixels() -> None:
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(30, 2, 2)).astype(np.float32), np.arange(30) % 3
-    other = x.copy()
-    other[17, 1, 1] += 1e-3
+    changed = x.copy()
+    changed[17, 1, 1] += 1e-3
 
     def fingerprint(x: Any, test: Any) -> str:
         data = Arrays(client_arrays=[(x[i::3], y[i::3]) for i in range(3)], test=(test, y[:9]))
         data.setup("fit")
         return data.fingerprint()
 
-    assert len({fingerprint(x, x[:9]), fingerprint(other, x[:9]), fingerprint(x, other[9:18])}) == 3
+    assert len({fingerprint(x, x[:9]), fingerprint(changed, x[:9]), fingerprint(x, changed[9:18])}) == 3
     assert fingerprint(x, x[:9]) == fingerprint(x.copy(), x[:9])
 
 
@@ -224,9 +224,9 @@ def test_configs_of_a_resumed_run(folder: Path, capsys: pytest.CaptureFixture[st
     first = (folder / "config.yaml").read_bytes()
     changed = ["--model.optimizer=SGD", "--model.optimizer.lr=0.02", "--data.batch_size=16"]
     resume(folder, *changed)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in ("data.batch_size: 32 -> 16", "model.optimizer.lr: not set -> 0.02", "trainer.max_rounds: 6 -> 8"):
-        assert line in said
+        assert line in output
     assert (folder / "config.yaml").read_bytes() == first
     second = folder / "config_round_6.yaml"
     assert config_files(folder) == {0: folder / "config.yaml", 6: second}
@@ -235,9 +235,9 @@ def test_configs_of_a_resumed_run(folder: Path, capsys: pytest.CaptureFixture[st
     # the same config once more changes nothing; another run of the first config is of another group
     resume(folder, *changed)
     assert len(config_files(folder)) == 2 and "settings changed" not in capsys.readouterr().out
-    whole = run("fit", MORE, *ON_DISK, *changed, *KEEPS, root=folder.parents[1], model="SCAFFOLD")
-    assert [len(group.runs) for group in compare([folder, whole])] == [1, 1]
-    # from an older checkpoint, the later config is of a future that is trained once more
+    uninterrupted = run("fit", MORE, *ON_DISK, *changed, *KEEPS, root=folder.parents[1], model="SCAFFOLD")
+    assert [len(group.runs) for group in compare([folder, uninterrupted])] == [1, 1]
+    # from an older checkpoint, the rounds of the later config are trained once more
     (folder / "checkpoints" / "last.ckpt").write_bytes((folder / "checkpoints" / "round_4.ckpt").read_bytes())
     resume(folder)
     assert list(config_files(folder)) == [0, 4]
@@ -246,8 +246,8 @@ def test_configs_of_a_resumed_run(folder: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.slow
 def test_a_longer_run_is_of_the_group_of_long_runs(folder: Path) -> None:
     resume(folder)
-    whole = run("fit", MORE, *ON_DISK, *KEEPS, "--trainer.seed=1", root=folder.parents[1], model="SCAFFOLD")
-    assert [len(group.runs) for group in compare([folder, whole])] == [2]
+    uninterrupted = run("fit", MORE, *ON_DISK, *KEEPS, "--trainer.seed=1", root=folder.parents[1], model="SCAFFOLD")
+    assert [len(group.runs) for group in compare([folder, uninterrupted])] == [2]
 
 
 @pytest.mark.sampled(quick=4)
@@ -337,8 +337,8 @@ def train(root: Path, *callbacks: Callback, **options: Any) -> Path:
 
 
 def newest_checkpoint(root: Path) -> str | None:
-    found = next(root.glob("*/*/checkpoints/last.ckpt"), None)
-    return str(found) if found else None
+    path = next(root.glob("*/*/checkpoints/last.ckpt"), None)
+    return str(path) if path else None
 
 
 @contextmanager
@@ -387,14 +387,14 @@ def test_a_run_folder_that_is_removed_meanwhile(tmp_path: Path) -> None:
 
 
 def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
-    """A full disk behind stdout, and a pipe that is closed meanwhile."""
-    whole = state(train(tmp_path / "whole"))
+    """The disk behind stdout is full, or its pipe is closed meanwhile."""
+    expected = state(train(tmp_path / "whole"))
     with open("/dev/full", "w") as full, redirect_stdout(full):
-        assert_same(state(train(tmp_path / "full", Progress(min_seconds=0))), whole)
+        assert_same(state(train(tmp_path / "full", Progress(min_seconds=0))), expected)
     read, write = os.pipe()
     with os.fdopen(write, "w", buffering=1) as pipe, redirect_stdout(pipe):
         closing = Act(2, lambda run: os.close(read))
-        assert_same(state(train(tmp_path / "pipe", closing, Progress(min_seconds=0))), whole)
+        assert_same(state(train(tmp_path / "pipe", closing, Progress(min_seconds=0))), expected)
 
 
 def test_an_error_in_on_exception_prevents_no_saving(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_an_error_in_on_exception_prevents_no_saving(tmp_path: Path) -> None:
 
 
 def test_a_signal_does_not_disturb_the_saving_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun sends it to the processes that have lost another one."""
+    """torchrun sends it to the processes that have lost another one."""
     write = files.save
 
     def save(path: Path, content: Any) -> None:
@@ -435,7 +435,7 @@ def test_a_signal_does_not_disturb_the_saving_after_an_error(tmp_path: Path, mon
 @pytest.mark.parametrize("gap", [0, pytest.param(0.01, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_save(number: signal.Signals, gap: float, tmp_path: Path) -> None:
-    """The first of them; the second and third change nothing."""
+    """The first of them does; the second and third change nothing."""
     args = ["--model=SCAFFOLD", *DIGITS, "--trainer.max_rounds=100000", f"--trainer.default_root_dir={tmp_path}"]
     never = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=100000"]
     with forked("fit", *args, *never, cwd=tmp_path) as child:

@@ -31,7 +31,7 @@ from tests.runs import last, metrics, run
     ],
 )
 def test_schedule_by_hand(schedule: Schedule, expected: list[float]) -> None:
-    """Of four rounds; it multiplies the learning rate, and what decays by round."""
+    """There are four rounds; it multiplies the learning rate, and what decays by round."""
     optimizer = SGD(lr=0.2, lr_decay=0.5, schedule=schedule)
     assert [schedule(t, 4) for t in range(4)] == pytest.approx(expected)
     assert [optimizer.lr_at(t, 4) for t in range(4)] == pytest.approx(
@@ -40,7 +40,7 @@ def test_schedule_by_hand(schedule: Schedule, expected: list[float]) -> None:
 
 
 def test_cyclic_is_the_cycle_of_swa() -> None:
-    """From SWA's start on, with the learning rate at the end in place of a factor."""
+    """It is so from SWA's start on, with the learning rate at the end in place of a factor."""
     flat, swa, lr = FlatSpec(DigitsMLP()), SWA(start=0, cycle=10, lr_min=1e-4), 0.01
     cyclic = SGD(lr=lr, schedule=Cyclic(10, 1e-4 / lr))
     expected = [swa.local_lr(lr, RoundContext(t, 30, 1, flat)) for t in range(30)]
@@ -49,16 +49,16 @@ def test_cyclic_is_the_cycle_of_swa() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("make", "message"),
     [
         (lambda: Poly(-1), "model.optimizer.schedule.power = -1: give a finite number from 0 to 100"),
         (lambda: Cyclic(0), "model.optimizer.schedule.period = 0: give a whole number of at least 1"),
         (lambda: Cyclic(2, -0.1), "model.optimizer.schedule.floor = -0.1: give a finite number from 0 to 1"),
     ],
 )
-def test_schedule_out_of_range(made: type, message: str) -> None:
+def test_schedule_out_of_range(make: type, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        made()
+        make()
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,11 @@ data:
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_label_smoothing(engine: str, tmp_path: Path) -> None:
-    """From YAML, with Mixup: trained with smoothed labels, evaluated (and flatness measured) without."""
+    """From YAML, with Mixup, a net is trained with smoothed labels, and evaluated (flatness, too) without."""
     (tmp_path / "mine.yaml").write_text(YAML)
     args = ["--trainer.precision=64-true", f"--trainer.engine={engine}", "--trainer.callbacks+=FlatnessMonitor"]
     args += ["--trainer.callbacks.metrics=[Sharpness]", "--model.optimizer.lr=1", "--trainer.max_rounds=6"]
-    given = run("fit", f"--config={tmp_path / 'mine.yaml'}", *args, root=tmp_path / "given", model="FedSAM")
+    folder = run("fit", f"--config={tmp_path / 'mine.yaml'}", *args, root=tmp_path / "given", model="FedSAM")
 
     data = Digits(num_clients=6, batch_size=32, augment=Augment(crop=1, mixup=1.0))
     trainer = FederatedTrainer(
@@ -115,15 +115,15 @@ def test_label_smoothing(engine: str, tmp_path: Path) -> None:
     torch.manual_seed(generator(0, "initial weights").initial_seed())
     objective = FedSAM(DigitsMLP(hidden=8), loss=Smoothed(0.1), optimizer=SGD(lr=1.0))
     hand = trainer.fit(objective, data)
-    weights = {name.removeprefix("net."): value for name, value in last(given)["state_dict"].items()}
+    weights = {name.removeprefix("net."): value for name, value in last(folder)["state_dict"].items()}
     for name, value in objective.net.state_dict().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-12)
-    assert metrics(given)["client/train/loss"][-1][1] == pytest.approx(hand.metrics["client/train/loss"])
+    assert metrics(folder)["client/train/loss"][-1][1] == pytest.approx(hand.metrics["client/train/loss"])
 
     x, y = next(data.eval_batches("test", torch.float64))
     plain = F.cross_entropy(objective.net(x), y).item()
-    assert metrics(given)["server/test/loss"][-1][1] == pytest.approx(plain)
-    assert hand.metrics["server/test/loss"] != pytest.approx(plain, rel=1e-3)  # one's own is as it is
+    assert metrics(folder)["server/test/loss"][-1][1] == pytest.approx(plain)
+    assert hand.metrics["server/test/loss"] != pytest.approx(plain, rel=1e-3)  # a loss of one's own stays
     plain_loss = nn.CrossEntropyLoss(reduction="none")
     rise = sharpness(objective.net, plain_loss, lambda: data.eval_batches("train", torch.float64), 0.05)
-    assert metrics(given)["flatness/sharpness_all"][-1][1] == pytest.approx(rise)
+    assert metrics(folder)["flatness/sharpness_all"][-1][1] == pytest.approx(rise)

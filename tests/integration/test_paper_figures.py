@@ -102,22 +102,22 @@ def test_all_figures_are_known() -> None:
 
 
 def test_a_figure_draws_what_the_paper_says() -> None:
-    found = []
+    actual = []
     for figure in DRAWN:
         cells = [task.cells[0] for task in figure_tasks(figure)]
         rows = {re.sub(r" [\w.]+=[\d.]+$", "", cell.algorithm) for cell in cells}  # without a value that is tried
         net = {"ResNet18GN": "ResNet "} if figure.paper == "fedgloss" else {}
         places = {(cell.dataset, net.get(cell.model, "") + cell.heterogeneity) for cell in cells}
         drawing = " ".join(filter(None, (figure.draws, *figure.metrics, figure.value)))
-        found.append((name(figure), drawing, rows, places))
+        actual.append((name(figure), drawing, rows, places))
     expected = []
     for line in TEXTS.strip().splitlines():
-        at, drawing, methods, columns = line.split(" | ")
-        methods = re.sub(r"\ball\b", ALL.get(at.split()[0], ""), methods).replace("sam", ", ".join(SOME))
-        of = [column.split(": ") for column in columns.split("; ")]
-        places = {(dataset, place) for dataset, kinds in of for place in kinds.split(", ")}
-        expected.append((at, drawing, {*methods.split(", ")}, places))
-    assert found == expected
+        title, drawing, methods, columns = line.split(" | ")
+        methods = re.sub(r"\ball\b", ALL.get(title.split()[0], ""), methods).replace("sam", ", ".join(SOME))
+        pairs = [column.split(": ") for column in columns.split("; ")]
+        places = {(dataset, place) for dataset, kinds in pairs for place in kinds.split(", ")}
+        expected.append((title, drawing, {*methods.split(", ")}, places))
+    assert actual == expected
 
 
 SMALL = [
@@ -160,15 +160,15 @@ def test_all_drawings_of_a_figure_and_one_of_them(
 
 @pytest.mark.slow
 def test_picture_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also which settings are not the paper's; and a partition needs no run."""
+    """It also says which settings are not the paper's; and a partition needs no run."""
     monkeypatch.chdir(tmp_path)
     cli("reproduce", "fedsmoo", "fig2", "--out=mine", *SMALL)
     (picture,) = Path("mine").rglob("*.png")
     with Image.open(picture) as image:
-        said = image.text["Description"]  # type: ignore[attr-defined]
+        text = image.text["Description"]  # type: ignore[attr-defined]
     assert str(picture) == "mine/figure_2/partition.png"
-    assert said.startswith("fedsmoo, Figure 2: samples of each client") and "; as the paper describes it; open" in said
-    assert "; 0.05 % of the rounds; " in said and "--data=Digits" in said
+    assert text.startswith("fedsmoo, Figure 2: samples of each client") and "; as the paper describes it; open" in text
+    assert "; 0.05 % of the rounds; " in text and "--data=Digits" in text
 
 
 @pytest.mark.long
@@ -176,8 +176,8 @@ def test_ends_of_centralized_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """They are lines in the panels of the others, and no panel of their own."""
     monkeypatch.chdir(tmp_path)
     cli("reproduce", "fedgloss", "fig18a", "--out=mine", *SMALL)
-    found = sorted(str(path.relative_to("mine")) for path in Path("mine").rglob("*.png") if "figure" in str(path))
-    assert found == ["figure_18a/alpha=0.05/curves.png", "figure_18a/alpha=0/curves.png"]
+    pictures = sorted(str(path.relative_to("mine")) for path in Path("mine").rglob("*.png") if "figure" in str(path))
+    assert pictures == ["figure_18a/alpha=0.05/curves.png", "figure_18a/alpha=0/curves.png"]
     assert len([*Path("mine").rglob("summary.json")]) == 6
 
 
@@ -190,8 +190,8 @@ def test_clients_with_images_of_a_class(
     generated.everything(tmp_path / "data", monkeypatch)
     few = ["--trainer.local_steps=1", "--trainer.clients_per_round=2", "--trainer.eval_every=9", "--points=3"]
     cli("reproduce", "fedgloss", "fig2", "--out=mine", "--rounds=0.0001", *few, *SMALL[-4:-1])
-    shown = capsys.readouterr().out
-    clients = dict(re.findall(r"client (\d+): images of (\w+)", shown))
+    output = capsys.readouterr().out
+    clients = dict(re.findall(r"client (\d+): images of (\w+)", output))
     assert [*clients.values()] == ["sea", "snail", "skyscraper"]
     labels = np.arange(1000) % 100  # of the generated data; alpha is 0, so a client has one class
     parts = Dirichlet(0.0)(labels, 100, 100, 0)

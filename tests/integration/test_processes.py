@@ -30,7 +30,7 @@ STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=7)
 @settings(max_examples=100, deadline=None)
 @given(steps=STEPS, processes=st.integers(1, 3))
 def test_assign(steps: list[int], processes: int) -> None:
-    """A partition, the same each time; nobody waits longer than Graham's bound, 4/3 - 1/(3 processes) of the best."""
+    """The parts are a partition, the same each time; the wait is at most Graham's 4/3 - 1/(3 processes) of the best."""
     parts = assign(steps, processes)
     assert len(parts) == processes and parts[0] and parts == assign(steps, processes)
     assert sorted(itertools.chain(*parts)) == list(range(len(steps)))
@@ -251,7 +251,7 @@ UNEVEN = ["--data.partition=many.Uneven", "--data.partition.alpha=1"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder but for the classes of ``many.py``."""
+    """Makes a working folder that is empty but for the classes of ``many.py``."""
     (tmp_path / "many.py").write_text(MANY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -260,12 +260,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch(size: int, *args: str, cwd: Path, nodes: int = 1) -> Path:
-    """Processes to a good and quiet end; their one run folder, below ``cwd / "many"``."""
+    """Runs processes to a good and quiet end; returns their one run folder, below ``cwd / "many"``."""
     sizes = [*processes(size), f"--trainer.num_nodes={nodes}"]
     with group(size, *args, *sizes, f"--trainer.default_root_dir={cwd / 'many'}", cwd=cwd, nodes=nodes) as children:
         assert_quiet(ended(children))
-    (found,) = (cwd / "many").glob("*/*")
-    return found
+    (folder,) = (cwd / "many").glob("*/*")
+    return folder
 
 
 def assert_quiet(texts: list[tuple[str, str]]) -> None:
@@ -284,19 +284,22 @@ BANNER = re.compile("Initializing distributed|distributed_backend=|All distribut
 """What Lightning says when processes have found each other."""
 
 
-def assert_metrics(there: Path, one: Path, measured: float) -> None:
-    """The same names and rounds; sums over batches, by process, are equal within ``measured``, all else but exactly."""
-    logged, expected = metrics(there), metrics(one)
+def assert_metrics(distributed: Path, single: Path, rounding: float) -> None:
+    """Compares names, rounds and values; sums over batches, by process, are equal to ``rounding``, others to 1e-12."""
+    logged, expected = metrics(distributed), metrics(single)
     assert logged.keys() == expected.keys() > {"flatness/lambda_max", "flatness/discrepancy"}
     for name, values in expected.items():
         rounds = (
             [2, 3, 4] if name.endswith(("_cosine", "_epsilon")) else [1, 2, 3, 4]
         )  # the first round has none before it
         assert [at for at, _ in logged[name]] == [at for at, _ in values] == rounds
-        tolerance = measured if name.startswith(("server/", "flatness/", "client/test/")) else 1e-12
+        tolerance = rounding if name.startswith(("server/", "flatness/", "client/test/")) else 1e-12
         assert [v for _, v in logged[name]] == pytest.approx([v for _, v in values], tolerance, tolerance), name
-    a, b = (np.genfromtxt(folder / "client_evaluation.csv", delimiter=",", skip_header=1) for folder in (there, one))
-    np.testing.assert_allclose(a, b, measured, measured)
+    a, b = (
+        np.genfromtxt(folder / "client_evaluation.csv", delimiter=",", skip_header=1)
+        for folder in (distributed, single)
+    )
+    np.testing.assert_allclose(a, b, rounding, rounding)
     assert len(a) in (4 * 5, 4 * 6) and np.isfinite(a).all()
 
 
@@ -305,13 +308,13 @@ def test_two_processes(folder: Path) -> None:
     """Evaluation, too, is shared, though 400 samples are one batch."""
     args = [*ARGS, METRICS.format(300), "--data=many.Parts", "--data.eval_batch_size=400"]
     args += ["--model.metrics=[many.Largest]"]
-    one = run("fit", *args, root=folder / "one", model="many.Unordered")
-    there = launch(2, "fit", "--model=many.Unordered", *DIGITS, *args, cwd=folder)
-    assert_same(state(there), state(one))
-    assert state(one)["ids"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert_metrics(there, one, 1e-5)
-    assert {"server/test_late/acc", "server/test_first/Largest"} < metrics(one).keys()
-    assert len((there / "client_evaluation.csv").read_text().splitlines()) == 1 + 4 * 5
+    single = run("fit", *args, root=folder / "one", model="many.Unordered")
+    distributed = launch(2, "fit", "--model=many.Unordered", *DIGITS, *args, cwd=folder)
+    assert_same(state(distributed), state(single))
+    assert state(single)["ids"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert_metrics(distributed, single, 1e-5)
+    assert {"server/test_late/acc", "server/test_first/Largest"} < metrics(single).keys()
+    assert len((distributed / "client_evaluation.csv").read_text().splitlines()) == 1 + 4 * 5
 
 
 PROGRAMS = [
@@ -361,23 +364,23 @@ def test_programs_of_two_processes(
 ) -> None:
     """Each trains its share of the clients of a program, to the bits of single rounds of one process."""
     args = [*PROGRAMS, "--trainer.sampler=ReplaySampler", f"--trainer.sampler.rounds={(cohorts * 6)[:22]}", *more]
-    there = launch(2, "fit", f"--model={model}", *DIGITS, *args, cwd=folder)
+    distributed = launch(2, "fit", f"--model={model}", *DIGITS, *args, cwd=folder)
     monkeypatch.setattr(program, "TAKEN_BACK", 0)
-    one = run("fit", *args, root=folder / "one", model=model)
-    assert_same(state(there), state(one))
-    assert metrics(there).keys() == metrics(one).keys()
+    single = run("fit", *args, root=folder / "one", model=model)
+    assert_same(state(distributed), state(single))
+    assert metrics(distributed).keys() == metrics(single).keys()
     seen = [(folder / f"seen_{place}").read_text().split() for place in ("2_0", "2_1", "1_0")]
     assert seen[0] == seen[1] and len(seen[0]) < len(seen[2]) == 22
 
 
 @pytest.mark.slow
 def test_a_logger_ends_a_program_of_two_processes(folder: Path) -> None:
-    """One round later, as in single rounds."""
+    """It ends one round later, as in single rounds."""
     args = [*PROGRAMS[:4], "--trainer.callbacks+=many.Seen", "--trainer.callbacks.stops=true"]
-    one = run("fit", *args, root=folder / "one", model="SCAFFOLD")
-    there = launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=folder)
-    assert_same(state(there), state(one))
-    assert int(state(there)["round"]) == 5
+    single = run("fit", *args, root=folder / "one", model="SCAFFOLD")
+    distributed = launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *args, cwd=folder)
+    assert_same(state(distributed), state(single))
+    assert int(state(distributed)["round"]) == 5
     seen = [(folder / f"seen_{place}").read_text().split() for place in ("2_0", "2_1", "1_0")]
     assert seen == [["1", "5"]] * 3
 
@@ -387,9 +390,9 @@ def test_a_process_that_is_killed_in_a_program(folder: Path) -> None:
     """The other one ends, and one process goes on from the last checkpoint."""
     args, root = [*PROGRAMS, "--trainer.engine=batched"], f"--trainer.default_root_dir={folder / 'two'}"
     with group(2, "fit", "--model=many.KilledIn", *DIGITS, *args, *processes(2), root, cwd=folder) as children:
-        said = [child.communicate(timeout=600)[1] for child in children]
-    assert [child.returncode for child in children] == [1, -signal.SIGKILL], said
-    assert "error: process 0 has lost another one" in said[0]
+        errors = [child.communicate(timeout=600)[1] for child in children]
+    assert [child.returncode for child in children] == [1, -signal.SIGKILL], errors
+    assert "error: process 0 has lost another one" in errors[0]
     assert int(state(newest(folder / "two"))["round"]) == 7
     resumed = run("fit", *args, "--ckpt_path=last", root=folder / "two", model="many.KilledIn")
     assert_same(state(resumed), state(run("fit", *args, root=folder / "one", model="many.KilledIn")))
@@ -401,36 +404,36 @@ def test_a_process_without_memory_for_a_program(folder: Path) -> None:
     root = f"--trainer.default_root_dir={folder / 'two'}"
     args = ["--model=SCAFFOLD", *DIGITS, "--data=many.Crowded", *PROGRAMS, *processes(2), root]
     with group(2, "fit", *args, cwd=folder) as children:
-        said = [child.communicate(timeout=600)[1] for child in children]
-    assert [child.returncode for child in children] == [1, 1], said
-    assert "error: process 0 has lost another one" in said[0] and "MemoryError" in said[1]
+        errors = [child.communicate(timeout=600)[1] for child in children]
+    assert [child.returncode for child in children] == [1, 1], errors
+    assert "error: process 0 has lost another one" in errors[0] and "MemoryError" in errors[1]
 
 
 @pytest.mark.long
 def test_three_unequal_processes(folder: Path) -> None:
     """The third has no sample for lambda_max; a refused client is refused."""
     args = [*ARGS, *UNEVEN, METRICS.format(2)]
-    one = run("fit", *args, root=folder / "one", model="many.Wild")
-    there = launch(3, "fit", "--model=many.Wild", *DIGITS, *args, cwd=folder)
-    assert_same(state(there), state(one))
-    assert_metrics(there, one, 1e-5)
-    assert [refused for _, refused in metrics(there)["client/refused"]] == [1, 0, 0, 0]
+    single = run("fit", *args, root=folder / "one", model="many.Wild")
+    distributed = launch(3, "fit", "--model=many.Wild", *DIGITS, *args, cwd=folder)
+    assert_same(state(distributed), state(single))
+    assert_metrics(distributed, single, 1e-5)
+    assert [refused for _, refused in metrics(distributed)["client/refused"]] == [1, 0, 0, 0]
 
 
 @pytest.mark.slow
 def test_two_nodes_by_sums(folder: Path) -> None:
-    """Without ``deterministic``, on two nodes (both here): equal to rounding in float64."""
+    """Without ``deterministic``, on two nodes (both here), they are equal to rounding in float64."""
     args = [*ARGS, *UNEVEN, METRICS.format(300), "--trainer.precision=64-true"]
-    one = run("fit", *args, root=folder / "one", model="many.Wild")
+    single = run("fit", *args, root=folder / "one", model="many.Wild")
     sums = "--trainer.deterministic=false"
-    there = launch(1, "fit", "--model=many.Wild", *DIGITS, *args, sums, cwd=folder, nodes=2)
-    assert_close(state(there), state(one))
-    assert_metrics(there, one, 1e-9)
-    assert [refused for _, refused in metrics(there)["client/refused"]] == [1, 0, 0, 0]
+    distributed = launch(1, "fit", "--model=many.Wild", *DIGITS, *args, sums, cwd=folder, nodes=2)
+    assert_close(state(distributed), state(single))
+    assert_metrics(distributed, single, 1e-9)
+    assert [refused for _, refused in metrics(distributed)["client/refused"]] == [1, 0, 0, 0]
 
 
 def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
-    """Within 1e-12 of the largest entry."""
+    """Asserts that all differences are within 1e-12 of the largest entry."""
     assert a.keys() == b.keys()
     for name in a:
         assert (a[name] - b[name]).abs().max() <= 1e-12 * b[name].abs().max(), name
@@ -439,7 +442,7 @@ def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", [[SCRIPT], [sys.executable, *TORCHRUN]], ids=["fabric", "torchrun"])
 def test_launchers(folder: Path, launcher: list[str]) -> None:
-    """New processes, started by Fabric and by torchrun."""
+    """Fabric and torchrun start new processes."""
     args = ["fit", "--model=SCAFFOLD", *DIGITS, *processes(2), f"--trainer.default_root_dir={folder / 'many'}"]
     with process(*launcher, *args, cwd=folder) as child:
         assert_quiet(ended([child]))
@@ -469,13 +472,13 @@ with with_starter():
     ],
 )
 def test_who_waits_for_others_ends_with_the_first_process(folder: Path, fit: bool, number: int) -> None:
-    """Whether it waits already, or is still being started; else it would hold the pipes open."""
+    """It ends whether it waits already or is still being started; else it would hold the pipes open."""
     (folder / "waits.py").write_text(WAITS)
     root = f"--trainer.default_root_dir={folder / 'many'}"
     command = [SCRIPT, "fit", *DIGITS, *processes(2), root] if fit else [sys.executable, str(folder / "waits.py")]
     with process(*command, cwd=folder) as child:
-        others = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-        while child.poll() is None and not others.read_text():
+        children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+        while child.poll() is None and not children.read_text():
             time.sleep(0.01)
         if not fit:
             assert child.stdout is not None and child.stdout.readline() == "waits\n"
@@ -486,24 +489,24 @@ def test_who_waits_for_others_ends_with_the_first_process(folder: Path, fit: boo
 
 @pytest.mark.slow
 def test_torchrun_goes_on_after_a_kill(folder: Path) -> None:
-    """By itself, as often as it may; started again by hand with three processes in place of two, too."""
+    """It does so by itself; started again by hand with three processes in place of two, it goes on, too."""
     root = f"--trainer.default_root_dir={folder / 'many'}"
     args = ["fit", "--model=SCAFFOLD", *DIGITS, "--trainer.max_rounds=4", root]
     args += ["--trainer.callbacks+=many.KilledOnce", "--trainer.callbacks.rank=1", "--ckpt_path=auto"]
     args += ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
 
     with process(sys.executable, *TORCHRUN[:-2], "--max-restarts=1", *TORCHRUN[-2:], *args, cwd=folder) as child:
-        said = str(ended([child]))
-    assert said.count("auto: no run of this config") == said.count("version_0, round 2") == 1
-    one = state(run("fit", "--trainer.max_rounds=4", root=folder / "one", model="SCAFFOLD"))
-    assert_same(state(newest(folder / "many")), one)
+        output = str(ended([child]))
+    assert output.count("auto: no run of this config") == output.count("version_0, round 2") == 1
+    expected = state(run("fit", "--trainer.max_rounds=4", root=folder / "one", model="SCAFFOLD"))
+    assert_same(state(newest(folder / "many")), expected)
     (folder / "killed").unlink()
     args[args.index(root)] = f"--trainer.default_root_dir={folder / 'more'}"
     with group(2, *args, *processes(2), cwd=folder) as children:
         assert [(child.communicate(timeout=600), child.returncode)[1] for child in children] == [1, -signal.SIGKILL]
     with group(3, *args, *processes(3), cwd=folder) as children:
         assert "version_0, round 2" in str(ended(children))
-    assert_same(state(newest(folder / "more")), one)
+    assert_same(state(newest(folder / "more")), expected)
     assert len([*folder.glob("m*/*/version_*")]) == 2
 
 
@@ -514,8 +517,8 @@ def test_torchrun_goes_on_after_a_kill(folder: Path) -> None:
         ("SCAFFOLD", "Killed", 0),
         ("FedAvg", "Killed", 1),
         *(
-            pytest.param("SCAFFOLD", *how, marks=pytest.mark.slow)
-            for how in [("Killed", 1), ("FailOn", 0), ("FailOn", 1)]
+            pytest.param("SCAFFOLD", *case, marks=pytest.mark.slow)
+            for case in [("Killed", 1), ("FailOn", 0), ("FailOn", 1)]
         ),
     ],
 )
@@ -531,13 +534,13 @@ def test_the_end_of_one_process_ends_all(folder: Path, model: str, fault: str, r
         args += ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=1"]
     root = f"--trainer.default_root_dir={folder / 'two'}"
     with group(2, "fit", f"--model={model}", *DIGITS, *args, *processes(2), root, cwd=folder) as children:
-        said = [child.communicate(timeout=600)[1] for child in children]
-    assert children[rank].returncode == (-signal.SIGKILL if fault == "Killed" else 1), said
-    assert ("a fault of one process" in said[rank]) is (fault == "FailOn")
+        errors = [child.communicate(timeout=600)[1] for child in children]
+    assert children[rank].returncode == (-signal.SIGKILL if fault == "Killed" else 1), errors
+    assert ("a fault of one process" in errors[rank]) is (fault == "FailOn")
     assert children[1 - rank].returncode == 1
     start = "error (process 1): process 1" if rank == 0 else "error: process 0"
     lost = f"{start} has lost another one, which has failed or was killed; see its own message, and continue from the "
-    reported = [line for line in said[1 - rank].splitlines() if not BANNER.match(line)]
+    reported = [line for line in errors[1 - rank].splitlines() if not BANNER.match(line)]
     assert reported == [f"{lost}last checkpoint by --ckpt_path last"]
     assert int(state(newest(folder / "two"))["round"]) == 2
     resumed = run("fit", *args, "--ckpt_path=last", root=folder / "two", model=model)
@@ -551,7 +554,7 @@ def test_the_end_of_one_process_ends_all(folder: Path, model: str, fault: str, r
     [*itertools.product(("FedSMOO", "SCAFFOLD"), (0, 0.00001, 1)), ("FedRep", 1), ("FedScarl", 0.00001)],
 )
 def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory: float) -> None:
-    """In memory, on disk or both: killed on 4, interrupted on 2, ended on 3, and as one process would have done it."""
+    """In memory, on disk or both, killed on 4, interrupted on 2, ended on 3, they are as on one process."""
     saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
     args = [
         *UNEVEN,
@@ -580,10 +583,10 @@ def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory
     assert start(2, *interrupted) == [128 + signal.SIGTERM] * 2
     assert int(state(newest(folder / "many"))["round"]) == 5  # the last complete round, not the last checkpoint
     assert start(3, "--ckpt_path=last") == [0] * 3
-    one = run("fit", *args, root=folder / "one", model=model)
-    assert_same(rows(newest(folder / "many"), **options), rows(one, **options))
-    there, here = ({k: v for k, v in state(x).items() if "server" in k} for x in (newest(folder / "many"), one))
-    assert_same(there, here)
+    single = run("fit", *args, root=folder / "one", model=model)
+    assert_same(rows(newest(folder / "many"), **options), rows(single, **options))
+    server, expected = ({k: v for k, v in state(x).items() if "server" in k} for x in (newest(folder / "many"), single))
+    assert_same(server, expected)
     assert not [*(folder / "many").rglob("rows_*")]
 
 
@@ -596,16 +599,16 @@ def test_rows_live_with_any_number_of_processes(folder: Path, model: str, memory
     ],
 )
 def test_a_mistake_is_reported_once(folder: Path, rank: str, message: str) -> None:
-    """By the first process if it meets it, otherwise by the one that does."""
+    """The first process reports it if it meets it, otherwise the one that does."""
     args = [*DIGITS, "--trainer.callbacks+=many.Mistaken", f"--trainer.callbacks.rank={rank}", *processes(2)]
     with group(2, "fit", "--model=FedAvg", *args, cwd=folder) as children:
-        said = ended(children, 1)
-    assert f"{message} = 3: use 4" in [line for _, err in said for line in err.splitlines()]
-    assert str(said).count("mine = 3") == 1
+        outputs = ended(children, 1)
+    assert f"{message} = 3: use 4" in [line for _, err in outputs for line in err.splitlines()]
+    assert str(outputs).count("mine = 3") == 1
 
 
 def test_a_mistake_in_the_arguments_is_told_once(folder: Path) -> None:
-    """Though every process reads them, before they know of each other."""
+    """Every process reads them, before they know of each other."""
     with group(2, "fit", "--model=FedAvgg", *DIGITS, cwd=folder) as children:
         (_, line), other = ended(children, 1)
     assert line.startswith("error: model = FedAvgg: ") and other == ("", "")
@@ -622,7 +625,7 @@ def test_a_mistake_in_the_arguments_is_told_once(folder: Path) -> None:
     ],
 )
 def test_who_tells(env: dict[str, str], start: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the processes of a cluster before they know of each other: the first of each node."""
+    """Before the processes of a cluster know of each other, the first of each node tells."""
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
@@ -647,10 +650,10 @@ PRIVATE = [
 @pytest.mark.slow
 def test_private_run_on_two_processes(tmp_path: Path) -> None:
     """The process that aggregates draws the noise, and all draw the same cohorts, also those of a secret key."""
-    one = run("fit", *PRIVATE, "--trainer.privacy.noise_seed=3", root=tmp_path / "one")
+    single = run("fit", *PRIVATE, "--trainer.privacy.noise_seed=3", root=tmp_path / "one")
     for name, seed in (("same", ["--trainer.privacy.noise_seed=3"]), ("secret", [])):
         args = [*DIGITS, *PRIVATE, *seed, *processes(2), f"--trainer.default_root_dir={tmp_path / name}"]
         with group(2, "fit", *args, cwd=tmp_path) as children:
             ended(children)
-    assert_same(state(newest(tmp_path / "same")), state(one))
-    assert not torch.equal(state(newest(tmp_path / "secret"))["server.w"], state(one)["server.w"])
+    assert_same(state(newest(tmp_path / "same")), state(single))
+    assert not torch.equal(state(newest(tmp_path / "secret"))["server.w"], state(single)["server.w"])

@@ -53,9 +53,9 @@ def test_config_of_a_run_from_python_gives_the_same_run(tmp_path: Path) -> None:
     run = fit(tmp_path, FedSAM(net=DigitsMLP(hidden=8), rho=1, loss=loss), seed=3)
     config = run.folder.config
     cli("fit", f"--config={config}")
-    again = newest(tmp_path)
-    assert again != run.folder.path and read_config(again / "config.yaml") == read_config(config)
-    one, other = (checkpoint.load(folder / "checkpoints/last.ckpt")["server"]["w"] for folder in (config.parent, again))
+    rerun = newest(tmp_path)
+    assert rerun != run.folder.path and read_config(rerun / "config.yaml") == read_config(config)
+    one, other = (checkpoint.load(folder / "checkpoints/last.ckpt")["server"]["w"] for folder in (config.parent, rerun))
     assert torch.equal(one, other)
     assert run.how_to_continue[:3] == ["fl-lightning", "fit", "--config"]
 
@@ -87,9 +87,9 @@ def test_settings_that_are_set_later_count() -> None:
 
 
 def test_settings_of_what_a_class_has_made_count() -> None:
-    made, changed, other = (as_setting(make())["init_args"] for make in (sam, lambda: sam(0.5), lambda: sam(SAM(0.5))))
-    assert changed == other == made | {"ascent": as_setting(SAM(0.5))}
-    assert as_setting(pickle.loads(pickle.dumps(sam())))["init_args"] == made
+    base, changed, other = (as_setting(make())["init_args"] for make in (sam, lambda: sam(0.5), lambda: sam(SAM(0.5))))
+    assert changed == other == base | {"ascent": as_setting(SAM(0.5))}
+    assert as_setting(pickle.loads(pickle.dumps(sam())))["init_args"] == base
 
 
 def sam(ascent: float | SAM = 0.1) -> FedSAM:
@@ -104,12 +104,12 @@ def sam(ascent: float | SAM = 0.1) -> FedSAM:
 def test_setting_that_changes_nothing_is_not_in_the_config() -> None:
     model, trainer = FedSAM(DigitsMLP(), rho=0.1), FederatedTrainer(clients_per_round=2, accelerator="cpu")
     vars(model)["rho"] = vars(trainer)["clients_per_round"] = 5
-    for owner, name, kept in (model, "rho", 0.1), (trainer, "clients_per_round", 2):
-        says = (
+    for owner, name, value in (model, "rho", 0.1), (trainer, "clients_per_round", 2):
+        message = (
             rf"^{type(owner).__name__}\.{name} = 5: set later, it changes nothing; give it to {type(owner).__name__}$"
         )
-        with pytest.warns(UserWarning, match=says):
-            assert as_setting(owner)["init_args"][name] == kept
+        with pytest.warns(UserWarning, match=message):
+            assert as_setting(owner)["init_args"][name] == value
 
 
 def test_precision_is_that_of_the_devices() -> None:
@@ -129,10 +129,10 @@ class Pulled(LocalObjective):
 def test_attributes_that_are_set_later_count() -> None:
     model, other = Pulled(DigitsMLP()), Pulled(DigitsMLP())
     other.beta = 10.0
-    one, two = (as_setting(each)["init_args"] for each in (model, other))
-    assert "beta" not in one and two == one | {"beta": 10.0}
+    settings, changed = (as_setting(objective)["init_args"] for objective in (model, other))
+    assert "beta" not in settings and changed == settings | {"beta": 10.0}
     model.gamma = 0.5
-    assert as_setting(model.eval())["init_args"] == one | {"gamma": 0.5}
+    assert as_setting(model.eval())["init_args"] == settings | {"gamma": 0.5}
 
 
 def scaled(x: Any, k: float) -> Any:

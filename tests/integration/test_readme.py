@@ -28,27 +28,27 @@ def commands() -> list[str]:
     return [line for line in lines if not line.startswith(tuple(NOT_RUN))]
 
 
-def clone(to: Path) -> None:
+def clone(folder: Path) -> None:
     """Copies what belongs to the repository, and commits it."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    files = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
-    subprocess.run(["xargs", "-0", "cp", "--parents", "-t", to], input=files, cwd=ROOT, check=True)
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    subprocess.run(["xargs", "-0", "cp", "--parents", "-t", folder], input=files, cwd=ROOT, check=True)
     git = "git -c user.name=test -c user.email=test@localhost"
-    subprocess.run(f"git init -q && git add -A && {git} commit -qm all", shell=True, cwd=to, check=True)
+    subprocess.run(f"git init -q && git add -A && {git} commit -qm all", shell=True, cwd=folder, check=True)
 
 
 def run(lines: list[str], folder: Path) -> str:
     """Runs lines in bash, 80 columns wide; the first that fails ends it. Returns what they print."""
     env = {**os.environ, "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}", "COLUMNS": "80"}
     script = "\n".join(["set -ex", MAKE, *lines])
-    done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    process = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    return process.stdout
 
 
 @pytest.mark.slow
 def test_all_commands(tmp_path: Path) -> None:
-    """In a fresh copy of the repository, of which git sees no change afterwards; Python as well."""
+    """They run in a fresh copy of the repository, of which git sees no change afterwards; Python does as well."""
     clone(tmp_path)
     printed = run(commands(), tmp_path)
     assert "flatness: flatter" in printed, printed[-3000:]  # as README shows

@@ -39,19 +39,19 @@ def test_dry_run_shows_the_runs_and_what_they_take(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cli(*TABLE, "--rounds=0.0004", "--seeds=0,1", "--dry-run", *DIGITS)
-    shown = capsys.readouterr().out
-    lines = [line for line in shown.splitlines() if line.startswith("fl-lightning fit")]
+    output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if line.startswith("fl-lightning fit")]
     assert len(lines) == 4 and all("--trainer.max_rounds=4 " in line for line in lines)
     assert [re.findall(r"seed=(\d)", line) for line in lines] == [["0"], ["1"]] * 2
-    assert re.search(r"4 runs, about [\d.]+ \w+ with --jobs 1; about [\d.]+ [MG]B of memory", shown)
+    assert re.search(r"4 runs, about [\d.]+ \w+ with --jobs 1; about [\d.]+ [MG]B of memory", output)
     assert (
         "CIFAR10, HsuCNN, alpha=0, 5/100, E=1, FedSAM, acc: known; in the paper 70.2 ± 0.9\nknown: 2 of 2 cells\n"
-        in shown
+        in output
     )
     assert list(tmp_path.iterdir()) == []
     cli("reproduce", "fedgmt", "2", "--rows=FedGMT", "--columns=AGNews,Path(2)", "--rounds=0.004", "--dry-run", *DIGITS)
-    shown = capsys.readouterr().out
-    assert "FedGMT, minutes@82: a time of the paper's machine" in shown and "known: 2 of 3 cells" in shown
+    output = capsys.readouterr().out
+    assert "FedGMT, minutes@82: a time of the paper's machine" in output and "known: 2 of 3 cells" in output
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_dry_run_without_data_of_unknown_shape(
 def test_dry_run_of_every_table(
     table: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At full size, without data: no round is trained, one step is measured for each data set and net."""
+    """It is at full size, without data: no round is trained, one step is measured for each data set and net."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prediction, "measure", None)
     if all(map(why_not, find(paper=table[0], table=table[1]))):
@@ -87,7 +87,7 @@ def test_dry_run_of_every_table(
 
 
 def test_seconds_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample's seconds times the samples that a run trains on, and a third of them for those that it evaluates."""
+    """They are a sample's seconds times the samples that are trained on, and a third of them for those evaluated."""
     data = Digits(num_clients=10, batch_size=20)
     data.setup()
     model = FedSAM(DigitsMLP())  # twice the passes of FedAvg
@@ -96,8 +96,8 @@ def test_seconds_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Step(1e-3, 0).run(trainer, model, data, 5) == pytest.approx(1e-3 * (2 * trained + evaluated / 3))
     trainer.local_steps = 7
     assert Step(1.0, 0).run(trainer, model, data, 5) == pytest.approx(2 * 30 * 5 * 7 * 20 + evaluated / 3)
-    measured = Step.measure(trainer, model, data)
-    assert measured.seconds > 0 and not any(p.grad is not None for p in model.net.parameters())
+    step = Step.measure(trainer, model, data)
+    assert step.seconds > 0 and not any(p.grad is not None for p in model.net.parameters())
     assert Step.measure(trainer, FedSAM(TwoHeads()), data).seconds > 0
 
 
@@ -125,8 +125,8 @@ def test_runs_and_their_table(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cli(*TABLE, "--rounds=0.0002", "--out=mine", *DIGITS)
-    shown = capsys.readouterr().out
-    assert "fedgloss, Table 3: 0.02 % of the rounds" in shown
+    output = capsys.readouterr().out
+    assert "fedgloss, Table 3: 0.02 % of the rounds" in output
     with Path("mine/table.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["algorithm"], row["value"], row["seeds"]) for row in rows] == [
@@ -137,8 +137,10 @@ def test_runs_and_their_table(
         folder = Path(row["folders"])
         assert json.loads((folder / "summary.json").read_text())["final"] == pytest.approx(float(row["ours"]) / 100)
         assert json.loads((folder / "reproduction.json").read_text())[0]["algorithm"] == row["algorithm"]
-    shown = {line.cell.algorithm: line for _, line in papers([(of, read_group(of)) for of in compare(["mine"])])}
-    assert [(shown[row["algorithm"]].mean, shown[row["algorithm"]].settings) for row in rows] == [
+    lines = {
+        line.cell.algorithm: line for _, line in papers([(group, read_group(group)) for group in compare(["mine"])])
+    }
+    assert [(lines[row["algorithm"]].mean, lines[row["algorithm"]].settings) for row in rows] == [
         (float(row["ours"]), row["settings"].removeprefix("'")) for row in rows
     ]  # the report has the same numbers
     before = {path: path.stat().st_mtime_ns for path in Path("mine").glob("*/*/*/*/metrics.csv")}
@@ -205,8 +207,8 @@ def test_dry_run_builds_with_the_users_settings_alone(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_api, "load_state_dict_from_url", offline)
-    more = ["--data.num_clients=100", "--rounds=0.002", "--dry-run"]
-    cli("reproduce", "fedgloss", "4", "--rows=FedAvg", *more, *DIGITS)
+    options = ["--data.num_clients=100", "--rounds=0.002", "--dry-run"]
+    cli("reproduce", "fedgloss", "4", "--rows=FedAvg", *options, *DIGITS)
     assert re.search(r"1 run, about", capsys.readouterr().out)
     with pytest.raises(SystemExit, match=r"^error: model\.net\.pretrained = torchvision: .* cannot be downloaded"):
         cli("reproduce", "fedgloss", "4", "--rows=FedAvg")
@@ -220,14 +222,14 @@ SMALL = ["--rounds=0.0005", *DIGITS, "--model.net.hidden=8"]
 
 
 def pictures(folder: str) -> list[str]:
-    """The pictures of a figure; each has lines of more than one colour, and fits a page's width at 300 dpi."""
-    found = sorted(Path(folder).glob("figure_*/**/*.png"))
-    for path in found:
+    """Returns a figure's pictures; each has lines of more than one colour, and fits a page's width at 300 dpi."""
+    paths = sorted(Path(folder).glob("figure_*/**/*.png"))
+    for path in paths:
         with Image.open(path) as image:
             colours = image.convert("RGB").getcolors(1 << 24)
             assert image.width <= 6.75 * 300 and colours is not None and len(colours) > 50
         assert path.with_suffix(".pdf").is_file()
-    return [str(path.relative_to(folder)) for path in found]
+    return [str(path.relative_to(folder)) for path in paths]
 
 
 @pytest.mark.slow
@@ -236,9 +238,9 @@ def test_dry_run_of_a_figure(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cli("reproduce", "fedgloss", "fig9", "--seeds=0,1", "--dry-run", *SMALL)
-    shown = capsys.readouterr().out
-    lines = [line for line in shown.splitlines() if line.startswith("fl-lightning fit")]
-    assert len(lines) == 16 and "16 runs, about" in shown and list(tmp_path.iterdir()) == []
+    output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if line.startswith("fl-lightning fit")]
+    assert len(lines) == 16 and "16 runs, about" in output and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -255,11 +257,11 @@ def test_curves_of_a_figure(
 
 @pytest.mark.long
 def test_landscape_of_a_figure_in_the_same_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    calls: list[object] = []
     surface = landscape.surface
 
     def recorded(*args: object, directions: object, **options: object) -> object:
-        asked.append(directions)
+        calls.append(directions)
         return surface(*args, directions=directions, **options)  # type: ignore[arg-type]
 
     monkeypatch.chdir(tmp_path)
@@ -267,8 +269,8 @@ def test_landscape_of_a_figure_in_the_same_directions(tmp_path: Path, monkeypatc
     cli("reproduce", "fedsam", "fig1", "--points=5", "--out=mine", *SMALL)
     kinds = [f"{place}/{name}" for place in ("alpha=0", "alpha=1000") for name in ("surface", "surface_3d")]
     assert pictures("mine") == [f"figure_1/{kind}.png" for kind in kinds]
-    first, second, *_ = asked
-    assert len(asked) == 4 and all((a == b).all() for a, b in zip(first, second, strict=True))  # type: ignore[call-overload]
+    first, second, *_ = calls
+    assert len(calls) == 4 and all((a == b).all() for a, b in zip(first, second, strict=True))  # type: ignore[call-overload]
     assert list(json.loads(Path("mine/figure_1/alpha=0/surface.json").read_text())) == ["FedAvg", "FedASAM"]
 
 

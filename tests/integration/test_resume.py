@@ -65,14 +65,14 @@ def make(name: str) -> LocalObjective:
 
 
 def fit(
-    root: Path, name: str, *more: Callback, ckpt_path: str | None = None, monitor: bool = False, **options: Any
+    root: Path, name: str, *callbacks: Callback, ckpt_path: str | None = None, monitor: bool = False, **options: Any
 ) -> Path:
     measures = [LambdaMax(samples=100), Discrepancy(), Updates(), DeltaEpsilon(rho=0.1)]
     data = Digits(num_clients=6, batch_size=32, partition=Dirichlet(1.0))
     trainer = FederatedTrainer(
         **{"max_rounds": ROUNDS, "clients_per_round": 3, "accelerator": "cpu", "threads": 1, "engine": "sequential"}
         | options,
-        callbacks=[Checkpoints(every_n_rounds=2), *([FlatnessMonitor(2, measures)] if monitor else []), *more],
+        callbacks=[Checkpoints(every_n_rounds=2), *([FlatnessMonitor(2, measures)] if monitor else []), *callbacks],
         default_root_dir=str(root),
         enable_progress_bar=False,
     )
@@ -87,28 +87,28 @@ MONITORED = ("FedAvg", "FedGAMMA", "NaiveFedGloSS", "everything")
 def test_same_bits(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sampler": BernoulliSampler(0.5), "engine": "graphed"} if name == "everything" else {}
     options["monitor"] = name in MONITORED
-    whole = fit(tmp_path / "whole", name, **options)
+    uninterrupted = fit(tmp_path / "whole", name, **options)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "broken", name, Stop(3, KeyboardInterrupt), **options)
     broken = newest(tmp_path / "broken")
     assert last(broken)["round"] == 3
-    assert state(broken).keys() == state(whole).keys()
-    assert not torch.equal(state(broken)["server.w"], state(whole)["server.w"])
+    assert state(broken).keys() == state(uninterrupted).keys()
+    assert not torch.equal(state(broken)["server.w"], state(uninterrupted)["server.w"])
     assert fit(tmp_path / "broken", name, ckpt_path="last", **options) == broken
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole)
-    assert [at for at, _ in metrics(whole)["client/train/loss"]] == [1, 2, 3, 4, 5, 6]
+    assert_same(state(broken), state(uninterrupted))
+    assert metrics(broken) == metrics(uninterrupted)
+    assert [at for at, _ in metrics(uninterrupted)["client/train/loss"]] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["FedASAM", "FedGF"])
 def test_the_chosen_engine_goes_on_without_a_check(name: str, tmp_path: Path) -> None:
     """Nothing has been computed before its first record."""
-    whole = fit(tmp_path / "whole", name, engine="graphed")
+    uninterrupted = fit(tmp_path / "whole", name, engine="graphed")
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "broken", name, Stop(3, KeyboardInterrupt), engine="graphed")
     broken = fit(tmp_path / "broken", name, engine="auto", ckpt_path="last")
-    assert_same(state(broken), state(whole))
+    assert_same(state(broken), state(uninterrupted))
 
 
 class Halve(Callback):
@@ -117,13 +117,13 @@ class Halve(Callback):
 
 
 def test_settings_that_a_callback_changes(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", "FedSAM", Halve())
+    uninterrupted = fit(tmp_path / "whole", "FedSAM", Halve())
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "broken", "FedSAM", Halve(), Stop(3, KeyboardInterrupt))
     broken = fit(tmp_path / "broken", "FedSAM", Halve(), ckpt_path="last")
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole)
-    assert metrics(whole)["client/lr"][-1][1] == metrics(whole)["client/lr"][0][1] / 2**5
+    assert_same(state(broken), state(uninterrupted))
+    assert metrics(broken) == metrics(uninterrupted)
+    assert metrics(uninterrupted)["client/lr"][-1][1] == metrics(uninterrupted)["client/lr"][0][1] / 2**5
     lr = [[line for line in file.read_text().splitlines() if "lr: " in line] for file in broken.glob("config*.yaml")]
     assert len(lr) == 2 and lr[0] == lr[1]
 
@@ -149,20 +149,20 @@ class Remembering(Patient):
 
 def test_what_a_callback_forgets_is_a_warning(tmp_path: Path) -> None:
     for kind in (Patient, Remembering):
-        whole = fit(tmp_path / kind.__name__ / "whole", "FedAvg", kind(), max_rounds=5)
+        uninterrupted = fit(tmp_path / kind.__name__ / "whole", "FedAvg", kind(), max_rounds=5)
         with pytest.raises(KeyboardInterrupt):
             fit(tmp_path / kind.__name__, "FedAvg", kind(), Stop(3, KeyboardInterrupt), max_rounds=5)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             broken = fit(tmp_path / kind.__name__, "FedAvg", kind(), ckpt_path="last", max_rounds=5)
-        said = [str(each.message) for each in told if "trainer.callbacks" in str(each.message)]
-        assert torch.equal(state(broken)["server.w"], state(whole)["server.w"]) == (kind is Remembering)
+        messages = [str(warning.message) for warning in caught if "trainer.callbacks" in str(warning.message)]
+        assert torch.equal(state(broken)["server.w"], state(uninterrupted)["server.w"]) == (kind is Remembering)
         begins_anew = "trainer.callbacks: Patient.seen changed before the checkpoint, which lacks it, and begins anew;"
-        assert [each.startswith(begins_anew) for each in said] == [True] * (kind is Patient)
+        assert [message.startswith(begins_anew) for message in messages] == [True] * (kind is Patient)
 
 
 def test_broken_off_twice_and_by_an_error(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", "SCAFFOLD")
+    uninterrupted = fit(tmp_path / "whole", "SCAFFOLD")
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path / "broken", "SCAFFOLD", Stop(1, ZeroDivisionError))
     with pytest.raises(KeyboardInterrupt):
@@ -170,25 +170,25 @@ def test_broken_off_twice_and_by_an_error(tmp_path: Path) -> None:
     broken = newest(tmp_path / "broken")
     assert last(broken)["round"] == 5
     fit(tmp_path / "broken", "SCAFFOLD", ckpt_path=str(broken / LAST))
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole)
+    assert_same(state(broken), state(uninterrupted))
+    assert metrics(broken) == metrics(uninterrupted)
 
 
 def test_rounds_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
     """A run that died hard has rows after its last checkpoint, the last of them cut short."""
-    whole = fit(tmp_path / "whole", "FedDyn")
+    uninterrupted = fit(tmp_path / "whole", "FedDyn")
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "broken", "FedDyn", Stop(2, KeyboardInterrupt))
     broken = newest(tmp_path / "broken")
-    early = (broken / LAST).read_bytes()
+    checkpoint = (broken / LAST).read_bytes()
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "broken", "FedDyn", Stop(5, KeyboardInterrupt), ckpt_path="last")
-    (broken / LAST).write_bytes(early)
+    (broken / LAST).write_bytes(checkpoint)
     log = broken / "metrics.csv"
     log.write_text(log.read_text()[:-30])
     fit(tmp_path / "broken", "FedDyn", ckpt_path="last")
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole)
+    assert_same(state(broken), state(uninterrupted))
+    assert metrics(broken) == metrics(uninterrupted)
 
 
 @pytest.mark.slow
@@ -205,17 +205,17 @@ def test_wandb_run_keeps_its_id(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [7, pytest.param(None, marks=pytest.mark.skipif(not FORKS, reason="is patched"))])
 def test_kill_9(every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real process, killed with its children between two checkpoints, by rounds or by time."""
+    """A real process is killed with its children between two checkpoints, by rounds or by time."""
     rounds = "--trainer.max_rounds=60"
     saves = [] if every is None else ["--trainer.callbacks+=Checkpoints", f"--trainer.callbacks.every_n_rounds={every}"]
     monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
     broken = killed("fit", "--model=SCAFFOLD", *DIGITS, rounds, *saves, root=tmp_path / "broken")
-    done = last(broken)["round"]
-    assert done % (every or 1) == 0 and 0 < done < 60
+    rounds_done = last(broken)["round"]
+    assert rounds_done % (every or 1) == 0 and 0 < rounds_done < 60
     assert run("fit", rounds, *saves, "--ckpt_path=last", root=tmp_path / "broken", model="SCAFFOLD") == broken
-    whole = run("fit", rounds, *saves, root=tmp_path / "whole", model="SCAFFOLD")
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole)
+    uninterrupted = run("fit", rounds, *saves, root=tmp_path / "whole", model="SCAFFOLD")
+    assert_same(state(broken), state(uninterrupted))
+    assert metrics(broken) == metrics(uninterrupted)
     assert [at for at, _ in metrics(broken)["comm/total_bits"]] == list(range(1, 61))
 
 
@@ -229,7 +229,7 @@ def test_kills_at_random_moments(kind: str, kills: int, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """No file may grow above 100 kB."""
+    """Lets no file grow above 100 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     yield
@@ -283,7 +283,7 @@ def test_longer_run_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_average_begins_again_if_it_had_begun_too_early(tmp_path: Path) -> None:
-    """At three quarters of 4 rounds, and of 8: until then the model itself is evaluated."""
+    """It begins at three quarters of 4 rounds, and of 8: until then the model itself is evaluated."""
 
     class Seen(Callback):
         def __init__(self) -> None:
@@ -294,28 +294,28 @@ def test_an_average_begins_again_if_it_had_begun_too_early(tmp_path: Path) -> No
 
     options = {"max_rounds": 4, "clients_per_round": 3, "accelerator": "cpu", "default_root_dir": str(tmp_path)}
     data, seen = Digits(num_clients=6, batch_size=32), Seen()
-    made = partial(algorithms.FedAvg, averaging=SWA(start=0.75))
-    FederatedTrainer(**options).fit(made(DigitsMLP(hidden=8)), data)
-    FederatedTrainer(**{**options, "max_rounds": 8}, callbacks=[seen]).fit(made(DigitsMLP(hidden=8)), data, "last")
+    algorithm = partial(algorithms.FedAvg, averaging=SWA(start=0.75))
+    FederatedTrainer(**options).fit(algorithm(DigitsMLP(hidden=8)), data)
+    FederatedTrainer(**{**options, "max_rounds": 8}, callbacks=[seen]).fit(algorithm(DigitsMLP(hidden=8)), data, "last")
     assert seen.averaged == {5: False, 6: False, 7: True, 8: False}  # the first model that it collects is the last one
 
 
 @pytest.mark.slow
 def test_auto_continues_the_run_of_the_same_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not a newer one of the same name; a run of another config begins anew, and a finished one is left as it is."""
+    """It takes no newer one of its name; another config begins anew, and a finished run is left as it is."""
 
     def auto(*args: str) -> str:
         run("fit", *args, "--ckpt_path=auto", root=tmp_path)
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("auto: ")]
         return line
 
-    more = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
+    saves = ["--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=2"]
     folder = tmp_path / "FedAvg-Digits"
-    assert auto(*more) == f"auto: no run of this config in {folder}; a new one begins"
+    assert auto(*saves) == f"auto: no run of this config in {folder}; a new one begins"
     assert auto("--model.optimizer.lr=0.5").endswith("a new one begins")
     assert auto("--trainer.max_rounds=4").endswith("a new one begins")
     before = (folder / "version_0/checkpoints/last.ckpt").read_bytes()
-    assert auto(*more) == auto("--trainer.threads=2") == f"auto: {folder}/version_0, round 2"
+    assert auto(*saves) == auto("--trainer.threads=2") == f"auto: {folder}/version_0, round 2"
     assert (folder / "version_0/checkpoints/last.ckpt").read_bytes() == before
     assert auto("--model.optimizer.lr=0.5") == f"auto: {folder}/version_1, round 2"
     assert {path.name for path in folder.iterdir()} == {"version_0", "version_1", "version_2"}
@@ -324,9 +324,9 @@ def test_auto_continues_the_run_of_the_same_config(tmp_path: Path, capsys: pytes
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
-    done = fit(tmp_path, "FedAvg", max_rounds=1)
+    folder = fit(tmp_path, "FedAvg", max_rounds=1)
     x = torch.zeros(12, 1, 8, 8)
-    other = Arrays(client_arrays=[(x, torch.arange(12) % 10)] * 6, test=(x, torch.arange(12) % 10))
+    data = Arrays(client_arrays=[(x, torch.arange(12) % 10)] * 6, test=(x, torch.arange(12) % 10))
     trainer = FederatedTrainer(max_rounds=2, accelerator="cpu", default_root_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"made with data = .* put its files and partition back"):
-        trainer.fit(make("FedAvg"), other, str(done / LAST))
+        trainer.fit(make("FedAvg"), data, str(folder / LAST))

@@ -54,18 +54,18 @@ def test_a_run_with_secrets(root: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert set(mine_secret.GIVEN) == {("S3cret", "https://me:S3cret@host/x")}
     assert last(folder)["round"] == 4 and "api_key" not in capsys.readouterr().out  # no change of a setting
     cli("fit", "--config", str(folder / "config_round_2.yaml"), KEY, ADDRESS)
-    again = root / "FedAvg-Digits/version_1"
-    assert_same(state(again), state(folder))
-    assert metrics(again) == metrics(folder)
+    rerun = root / "FedAvg-Digits/version_1"
+    assert_same(state(rerun), state(folder))
+    assert metrics(rerun) == metrics(folder)
 
     before = folder / "config.yaml"  # an earlier version has kept them
     before.write_text(before.read_text().replace("https://***@", "https://me:S3cret@").replace("'***'", "S3cret"))
     assert before.read_text().count("S3cret") == 2
     provenance = folder / "provenance.json"
-    found = json.loads(provenance.read_text())
-    found["starts"][0]["command"] = f"fl-lightning fit {KEY} --wandb-key S3cret"
-    found["changes"] = {"abc": '+login(key="S3cret")'}
-    provenance.write_text(json.dumps(found))
+    content = json.loads(provenance.read_text())
+    content["starts"][0]["command"] = f"fl-lightning fit {KEY} --wandb-key S3cret"
+    content["changes"] = {"abc": '+login(key="S3cret")'}
+    provenance.write_text(json.dumps(content))
     cli("report", str(root), "--out", "report")
     page = (tmp_path / "report/report.html").read_text()
     assert "S3cret" not in page and "fl-lightning fit" in page

@@ -54,8 +54,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ("mkdocs.yml", "Makefile"):
         shutil.copy(ROOT / file, folder)
     command = ["make", "docs", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed-dev"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     return folder / "site"
 
 
@@ -79,8 +79,8 @@ def test_pages_are_whole_in_a_browser(site: Path) -> None:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
     command = [str(CHROMIUM), *flags, "--virtual-time-budget=300000", "--window-size=1400,1000", probe.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
-    found = json.loads(html.unescape(re.findall("FOUND(.*)END", dom, re.DOTALL)[0]))
-    assert len(found) == 2 * len(pages(site)) - 2 and sum(page["formulas"] for page in found) > 400
-    assert [page["width"] < 500 for page in found] == [False, True] * (len(found) // 2)
+    measurements = json.loads(html.unescape(re.findall("FOUND(.*)END", dom, re.DOTALL)[0]))
+    assert len(measurements) == 2 * len(pages(site)) - 2 and sum(page["formulas"] for page in measurements) > 400
+    assert [page["width"] < 500 for page in measurements] == [False, True] * (len(measurements) // 2)
     wrong = ("errors", "raw", "missing")
-    assert [page for page in found if page["overflow"] > 0 or any(page[what] for what in wrong)] == []
+    assert [page for page in measurements if page["overflow"] > 0 or any(page[key] for key in wrong)] == []

@@ -88,12 +88,12 @@ class Slow(Callback):
 def free_ports(number: int) -> list[int]:
     sockets = [socket.socket() for _ in range(number)]
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for endpoint in sockets:
+            endpoint.bind(("127.0.0.1", 0))
+        return [endpoint.getsockname()[1] for endpoint in sockets]
     finally:
-        for each in sockets:
-            each.close()
+        for endpoint in sockets:
+            endpoint.close()
 
 
 def soon(condition: Callable[[], object], seconds: float = 240) -> None:
@@ -125,7 +125,7 @@ def daemons(root: Path) -> Iterator[None]:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder from which jobs can be submitted."""
+    """Makes a working folder from which jobs can be submitted."""
     (root := tmp_path / "slurm").mkdir()
     for name in ("state", "spool"):
         (root / name).mkdir()
@@ -160,18 +160,18 @@ def submit(*args: str, partition: str = "low") -> str:
 
 
 def shown(job: str, key: str) -> str:
-    found = dict(pair.partition("=")[::2] for pair in told("scontrol", "show", "job", job).split())
-    return found[key]
+    fields = dict(pair.partition("=")[::2] for pair in told("scontrol", "show", "job", job).split())
+    return fields[key]
 
 
 def rounds(work: Path) -> int:
-    found = [*work.glob("runs/mine/version_*/metrics.csv")]
-    return max((len(path.read_text().splitlines()) - 1 for path in found), default=0)
+    logs = [*work.glob("runs/mine/version_*/metrics.csv")]
+    return max((len(path.read_text().splitlines()) - 1 for path in logs), default=0)
 
 
 @pytest.mark.long
 def test_job_goes_on_after_its_time_limit_and_a_preemption(slurm: Path) -> None:
-    """As the same job with the same options, in one run, to the bits of a run without SLURM."""
+    """It is the same job with the same options, in one run, to the bits of a run without SLURM."""
     job = submit()
     soon(lambda: rounds(slurm) >= 3)
     told("scancel", "--signal=USR1", job)  # what --signal=USR1@300 sends, and to whom
@@ -183,8 +183,8 @@ def test_job_goes_on_after_its_time_limit_and_a_preemption(slurm: Path) -> None:
     assert shown(job, "Comment") == "kept" and shown(job, "TimeLimit") == "00:20:00"
     soon(lambda: shown(job, "JobState") == "COMPLETED")
     assert shown(high.strip(), "JobState") == "COMPLETED"
-    said = (slurm / "out.txt").read_text()
-    assert [said.count(text) for text in ("auto: no run", "auto: runs/mine/version_0, round", "Traceback")] == [1, 2, 0]
+    log = (slurm / "out.txt").read_text()
+    assert [log.count(text) for text in ("auto: no run", "auto: runs/mine/version_0, round", "Traceback")] == [1, 2, 0]
     (folder,) = slurm.glob("runs/mine/*")
     cli("fit", "--config=mine.yaml", "--trainer.default_root_dir=alone")
     assert_same(state(folder), state(newest(slurm / "alone")))
@@ -193,7 +193,7 @@ def test_job_goes_on_after_its_time_limit_and_a_preemption(slurm: Path) -> None:
 
 @pytest.mark.long
 def test_cancelled_job_ends(slurm: Path) -> None:
-    """And is saved; the same command goes on, and one of another config does not take its run."""
+    """It is saved; the same command goes on, and one of another config does not take its run."""
     job = submit()
     soon(lambda: rounds(slurm) >= 3)
     told("scancel", job)
@@ -203,12 +203,12 @@ def test_cancelled_job_ends(slurm: Path) -> None:
     soon(lambda: shown(job, "JobState") == "COMPLETED")
     job = submit()
     soon(lambda: shown(job, "JobState") == "COMPLETED")
-    said = (slurm / "out.txt").read_text()
-    assert [said.count(text) for text in ("auto: no run", "auto: runs/mine/version_0, round")] == [2, 1]
+    log = (slurm / "out.txt").read_text()
+    assert [log.count(text) for text in ("auto: no run", "auto: runs/mine/version_0, round")] == [2, 1]
 
 
 def test_job_that_has_not_trained_does_not_start_again(slurm: Path) -> None:
-    """When the signal comes while Python still imports."""
+    """The signal comes while Python still imports."""
     job = submit()
     soon(lambda: shown(job, "JobState") == "RUNNING")
     soon(lambda: told("squeue", "-h", "--steps"))
@@ -225,13 +225,13 @@ def test_preemption_with_a_grace_time_starts_the_job_again(slurm: Path) -> None:
     told("sbatch", "--partition=high", "--cpus-per-task=2", "--output=high.txt", "--wrap=sleep 1")
     soon(lambda: shown(job, "JobState") == "COMPLETED", 400)
     assert shown(job, "Restarts") == "1"
-    said = (slurm / "out.txt").read_text()
-    assert [said.count(text) for text in ("auto: no run", "auto: runs/mine/version_0, round")] == [1, 1]
+    log = (slurm / "out.txt").read_text()
+    assert [log.count(text) for text in ("auto: no run", "auto: runs/mine/version_0, round")] == [1, 1]
 
 
 @pytest.mark.long
 def test_array_of_jobs_shares_a_sweep(slurm: Path) -> None:
-    """At once; what one leaves that goes back into the queue, the array ends to the bits of a sweep without SLURM."""
+    """What one leaves that goes back into the queue, the array ends to the bits of a sweep without SLURM."""
     (slurm / "sweep.yaml").write_text(SWEEP)
     options = [*SIZES, "--ntasks-per-node=1", "--array=1-2", "--parsable", "--output=out_%a.txt"]
     array = told("sbatch", *options, str(SCRIPT), "sweep", "sweep.yaml").strip()

@@ -74,11 +74,11 @@ def test_server_of_a_fedpd(golden: Golden, method: Any) -> None:
 
 
 def test_size_of_a_fedpd(golden: Golden) -> None:
-    """The values of the spec's transcription."""
-    found = {method: path(golden, method, beta=10) for method in (FedDyn, AFedPD)}
-    ways = {method: norm(w - w[0]).flatten()[1:].tolist() for method, w in found.items()}
-    assert ways[FedDyn] == pytest.approx([0.28827100, 0.54413654, 0.68800622, 1.00582819, 1.39640056, 1.86982242])
-    assert ways[AFedPD] == pytest.approx([0.38436133, 0.75582522, 0.95342739, 1.44211631, 2.05952096, 2.71802630])
+    """The values are those of the spec's transcription."""
+    models = {method: path(golden, method, beta=10) for method in (FedDyn, AFedPD)}
+    distances = {method: norm(w - w[0]).flatten()[1:].tolist() for method, w in models.items()}
+    assert distances[FedDyn] == pytest.approx([0.28827100, 0.54413654, 0.68800622, 1.00582819, 1.39640056, 1.86982242])
+    assert distances[AFedPD] == pytest.approx([0.38436133, 0.75582522, 0.95342739, 1.44211631, 2.05952096, 2.71802630])
 
 
 # FedTOGA
@@ -90,8 +90,8 @@ def test_neutral_options_of_fedtoga(golden: Golden) -> None:
     close(path(golden, FedTOGA, b1=0, kappa=0, last_g="none"), speed)
     close(path(golden, FedTOGA, last_g="none")[:2], speed[:2])  # no global update in the first round
     close(path(golden, FedTOGA, b1=0, rho=0), path(golden, FedDyn))
-    one = [path(golden, FedTOGA, last_g=r, local_steps=1) for r in ("none", "perturbed", "corrected")]
-    assert torch.equal(one[0], one[1]) and torch.equal(one[0], one[2])
+    runs = [path(golden, FedTOGA, last_g=r, local_steps=1) for r in ("none", "perturbed", "corrected")]
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
 
 
 # Muon
@@ -124,8 +124,8 @@ def test_bfloat16(golden: Golden) -> None:
     """Rounding in the iteration moves the weights by some percent of the way, as in the official program."""
     muon = Muon(lr_others=1.0, momentum=0.98, ns_bfloat16=True)
     expected = torch.from_numpy(trajectory("REPAIRED-FedMuon__FedMuon__float64")["global"])
-    off = (path(golden, FedMuon, optimizer=muon) - expected).abs().max()
-    assert 1e-4 < off < 2e-2
+    difference = (path(golden, FedMuon, optimizer=muon) - expected).abs().max()
+    assert 1e-4 < difference < 2e-2
 
 
 def test_steps_of_muon() -> None:
@@ -150,11 +150,11 @@ def test_steps_of_muon() -> None:
 
 def test_neutral_options_of_fedadamw(golden: Golden) -> None:
     adamw = AdamW(0.01)
-    found = path(golden, FedAdamW, gamma=0.0, optimizer=adamw)
-    assert torch.equal(found[:2], path(golden, FedAvg, optimizer=adamw)[:2])  # no second moment in the first round
+    models = path(golden, FedAdamW, gamma=0.0, optimizer=adamw)
+    assert torch.equal(models[:2], path(golden, FedAvg, optimizer=adamw)[:2])  # no second moment in the first round
     running = path(golden, FedAdamW, gamma=0.0, count="running", optimizer=adamw)
-    assert torch.equal(running[:2], found[:2])
-    assert norm(running[2] - running[1]) < 0.6 * norm(found[2] - found[1])  # the first moment counts as a late one
+    assert torch.equal(running[:2], models[:2])
+    assert norm(running[2] - running[1]) < 0.6 * norm(models[2] - models[1])  # the first moment counts as a late one
     assert "count" in adamw.state and adamw.state["count"] == 0.0  # that of the caller stays as it is
 
 
@@ -195,8 +195,8 @@ def test_a_net_of_one_matrix(golden: Golden) -> None:
 
 @pytest.mark.parametrize("method", [LocalMuon, FedMuon, FedAdamW])
 def test_can_be_pickled_and_copied(method: type[LocalObjective]) -> None:
-    made = method(nn.Linear(4, 3))
-    for same in (pickle.loads(pickle.dumps(made)), deepcopy(made)):
-        inits = {**same.server_inits(), **same.client_inits()}
-        values = State.initial(inits, same.flat.vector(same.net), same.flat.vector(same.net))
-        assert type(same) is method and {*values} == {*made.server_inits(), *made.client_inits()}
+    objective = method(nn.Linear(4, 3))
+    for copy in (pickle.loads(pickle.dumps(objective)), deepcopy(objective)):
+        inits = {**copy.server_inits(), **copy.client_inits()}
+        values = State.initial(inits, copy.flat.vector(copy.net), copy.flat.vector(copy.net))
+        assert type(copy) is method and {*values} == {*objective.server_inits(), *objective.client_inits()}

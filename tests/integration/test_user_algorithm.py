@@ -49,7 +49,7 @@ MONITOR = {"class_path": "FlatnessMonitor", "init_args": {"every_n_rounds": 1, "
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder with one file of code and one config."""
+    """Makes a user's folder with one file of code and one config."""
     (tmp_path / "mine.py").write_text(MYPROX)
     config = {
         "model": {"class_path": "mine.MyProx", "init_args": {"mu": 0.5, "net": "DigitsMLP", "ascent": "SAM"}},
@@ -72,34 +72,34 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("first", ["net", "net=None", "*args", "net: nn.Module"])
 def test_a_constructor_without_annotations_is_made_from_a_config(first: str, folder: Path) -> None:
     """Its net and optimizer are those of the class below it; the range of its number is its own."""
-    given = first.partition(":")[0].partition("=")[0]
+    argument = first.partition(":")[0].partition("=")[0]
     (folder / "mine.py").write_text(
         "from torch import nn\nfrom fl_lightning import FedProx\n\n\nclass MyProx(FedProx):\n"
         f"    def __init__(self, {first}, optimizer=None, mu=-1, **kwargs):\n"
-        f"        super().__init__({given}, optimizer=optimizer, mu=abs(mu), **kwargs)\n"
+        f"        super().__init__({argument}, optimizer=optimizer, mu=abs(mu), **kwargs)\n"
     )
     settings = ["--model.mu=-3", "--model.net.hidden=5", "--model.optimizer.lr=0.3"]
-    made = FederatedCLI("fit", "--config=mine.yaml", *settings)
-    model = made.build().model
+    command = FederatedCLI("fit", "--config=mine.yaml", *settings)
+    model = command.build().model
     assert (model.mu, model.optimizer.lr, model.net[1].out_features) == (3, 0.3, 5)
 
 
 @pytest.mark.slow
 def test_in_a_new_process(folder: Path) -> None:
-    """The file lies in the working folder, nothing is installed."""
+    """The file lies in the working folder, and nothing is installed."""
     with process(SCRIPT, "fit", "--config", "mine.yaml", cwd=folder) as child:
         _, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
-    done = newest(folder / "runs")
-    assert done.parent.name == "MyProx-Digits"
-    assert [at for at, _ in metrics(done)["server/test/acc"]] == [1, 2]
-    assert "flatness/lambda_max" in metrics(done)
+    run_folder = newest(folder / "runs")
+    assert run_folder.parent.name == "MyProx-Digits"
+    assert [at for at, _ in metrics(run_folder)["server/test/acc"]] == [1, 2]
+    assert "flatness/lambda_max" in metrics(run_folder)
     quiet = ["--config", "mine.yaml", "--trainer.max_rounds=4", "--trainer.enable_progress_bar=false"]
     cli("fit", *quiet, "--ckpt_path=last")
-    assert last(done)["round"] == 4
+    assert last(run_folder)["round"] == 4
     cli("fit", *quiet, "--trainer.default_root_dir=whole")
-    assert_same(state(newest(folder / "whole")), state(done))
-    assert metrics(newest(folder / "whole")) == metrics(done)
+    assert_same(state(newest(folder / "whole")), state(run_folder))
+    assert metrics(newest(folder / "whole")) == metrics(run_folder)
 
 
 def test_proximal_term(folder: Path) -> None:
@@ -108,15 +108,15 @@ def test_proximal_term(folder: Path) -> None:
     assert_same(state(run("fit", "--model.mu=0", root=folder / "b", model="mine.MyProx")), state(fedavg))
     prox = state(run("fit", "--model.mu=1", root=folder / "c", model="mine.MyProx"))
     start = state(run("fit", "--model.optimizer.lr=1e-30", root=folder / "d"))["server.w"]
-    moved = [float((s["server.w"] - start).norm()) for s in (prox, state(fedavg))]
-    assert 0 < moved[0] < 0.95 * moved[1]
+    distances = [float((s["server.w"] - start).norm()) for s in (prox, state(fedavg))]
+    assert 0 < distances[0] < 0.95 * distances[1]
 
 
 def test_state_of_ones_own(folder: Path) -> None:
     (folder / "mine.py").write_text(REMEMBER)
-    done = run("fit", root=folder, model="mine.Remember")
-    found = last(done)
-    assert float(found["server"]["seen"]) == 6
-    assert found["clients"]["rows"]["own"].shape == (len(found["clients"]["ids"]), 610)
+    run_folder = run("fit", root=folder, model="mine.Remember")
+    checkpoint = last(run_folder)
+    assert float(checkpoint["server"]["seen"]) == 6
+    assert checkpoint["clients"]["rows"]["own"].shape == (len(checkpoint["clients"]["ids"]), 610)
     fedavg = run("fit", root=folder / "fedavg")
-    assert torch.equal(found["server"]["w"], last(fedavg)["server"]["w"])
+    assert torch.equal(checkpoint["server"]["w"], last(fedavg)["server"]["w"])
