@@ -1,4 +1,4 @@
-"""Every algorithm, round by round, against an independent transcription of its box (tests/boxes.py)."""
+"""Every algorithm, round by round, against an independent transcription of its box (tests/integration/boxes.py)."""
 
 from __future__ import annotations
 
