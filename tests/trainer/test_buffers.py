@@ -73,11 +73,11 @@ def statistics(net: nn.Module) -> Tensor:
 
 
 def put(net: nn.Module, vector: Tensor) -> None:
-    at = 0
+    start = 0
     for m in norms(net):
         for v in (m.running_mean, m.running_var):
-            v.copy_(vector[at : at + len(v)])
-            at += len(v)
+            v.copy_(vector[start : start + len(v)])
+            start += len(v)
 
 
 def weights(net: nn.Module) -> Tensor:
@@ -136,8 +136,8 @@ def by_hand(golden: Golden, rho: float, policy: str) -> tuple[Tensor, Tensor, di
 def objective(rho: float = 0.0, policy: Any = "average", cls: Any = FedAvg, **options: Any) -> LocalObjective:
     ascent = SAM(rho) if rho else None
     options |= {} if ascent is None else {"ascent": ascent}
-    made: LocalObjective = cls(net=Net(), optimizer=SGD(lr=LR, momentum=MOMENTUM), buffers=policy, **options)
-    return made
+    model: LocalObjective = cls(net=Net(), optimizer=SGD(lr=LR, momentum=MOMENTUM), buffers=policy, **options)
+    return model
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.1], ids=["FedAvg", "FedSAM"])
@@ -217,10 +217,10 @@ def test_server_optimizer_does_not_step_them(golden: Golden) -> None:
 )
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_communication_is_counted(golden: Golden, cls: Any, vectors: tuple[int, int], policy: str) -> None:
-    made = objective(0.0, policy, cls)
-    fit, _ = golden.run(made)
-    contacts = sum(map(len, golden.schedule)) * made.phases
-    numbers = sum(vectors) * made.flat.d + (2 * B if policy == "average" else 0)
+    model = objective(0.0, policy, cls)
+    fit, _ = golden.run(model)
+    contacts = sum(map(len, golden.schedule)) * model.phases
+    numbers = sum(vectors) * model.flat.d + (2 * B if policy == "average" else 0)
     assert fit.metrics["comm/total_bits"] == contacts * numbers * 64
 
 
@@ -230,8 +230,8 @@ def test_integers_start_anew(golden: Golden, policy: Any) -> None:
     net = Net()
     for m in norms(net):
         m.momentum = None
-    made = FedAvg(net=net, optimizer=SGD(lr=LR, momentum=MOMENTUM), buffers=policy)
-    fit, record = golden.run(made, sampler=ReplaySampler([[1], [1]]), max_rounds=2)
+    model = FedAvg(net=net, optimizer=SGD(lr=LR, momentum=MOMENTUM), buffers=policy)
+    fit, record = golden.run(model, sampler=ReplaySampler([[1], [1]]), max_rounds=2)
     x, y = tensors(golden)[1]
     net = Net().double()
     for _ in range(2):
@@ -239,8 +239,8 @@ def test_integers_start_anew(golden: Golden, policy: Any) -> None:
             m.momentum = None
             m.num_batches_tracked.zero_()
         train(net, x, y, 0.0)
-    found = record.server[-1].buffers if policy == "average" else fit.clients.rows()[1].buffers
-    torch.testing.assert_close(found, statistics(net), rtol=0, atol=1e-12)
+    buffers = record.server[-1].buffers if policy == "average" else fit.clients.rows()[1].buffers
+    torch.testing.assert_close(buffers, statistics(net), rtol=0, atol=1e-12)
     assert [int(m.num_batches_tracked) for m in norms(fit.objective.net)] == [0, 0]
 
 
@@ -307,11 +307,11 @@ def test_each_model_is_measured_with_its_own_statistics(golden: Golden, policy: 
     assert fit.metrics["flatness/loss_drop_cohort"] == pytest.approx(losses[0] - losses[1], rel=1e-9)
 
     half, _ = golden.run(objective(0.1, policy), max_rounds=2)
-    path, again = str(half.folder.path / "checkpoints/last.ckpt"), objective(0.1, policy)
+    path, model = str(half.folder.path / "checkpoints/last.ckpt"), objective(0.1, policy)
     half.settings.max_rounds = 3
     measures: list[Measure] = [Discrepancy(0.1), Discrepancy(0.1, samples=None, clients="all"), CohortLoss()]
-    for found in flatness.run(half.settings, again, fit.data, path, measures):  # type: ignore[arg-type]
-        assert found.value == pytest.approx(fit.metrics[found.metric], rel=1e-9), found.name
+    for measurement in flatness.run(half.settings, model, fit.data, path, measures):  # type: ignore[arg-type]
+        assert measurement.value == pytest.approx(fit.metrics[measurement.metric], rel=1e-9), measurement.name
 
 
 def test_local_statistics_are_no_matter_to_what_measures_no_global_model(golden: Golden) -> None:
@@ -337,10 +337,10 @@ class BatchNormed(nn.Sequential):
 
 def arguments(root: Path, policy: str) -> list[str]:
     """FedSAM with BatchNorm on the digits; `DIGITS` without its net."""
-    own = [x for x in DIGITS if not x.startswith("--model.net")]
-    more = ["--trainer.max_rounds=40", "--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=7"]
+    digits = [arg for arg in DIGITS if not arg.startswith("--model.net")]
+    options = ["--trainer.max_rounds=40", "--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=7"]
     net = ["--model=FedSAM", "--model.net=batchnormed.BatchNormed", f"--model.buffers={policy}"]
-    return [*net, *own, *more, f"--trainer.default_root_dir={root}"]
+    return [*net, *digits, *options, f"--trainer.default_root_dir={root}"]
 
 
 @pytest.fixture
@@ -358,10 +358,10 @@ def test_kill_9_and_resume(folder: Path) -> None:
     assert 0 < last(broken)["round"] < 40
     cli("fit", *arguments(folder / "broken", "local"), "--ckpt_path=last")
     cli("fit", *arguments(folder / "whole", "local"))
-    whole = newest(folder / "whole")
+    reference = newest(folder / "whole")
     assert state(broken)["client.buffers"].shape == (6, 16)
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole)
+    assert_same(state(broken), state(reference))
+    assert metrics(broken) == metrics(reference)
 
 
 class Stop(Callback):
@@ -377,17 +377,17 @@ class Stop(Callback):
 def test_resume(golden: Golden, policy: Any) -> None:
     """From other first values in the net, too: they are in the checkpoint."""
 
-    def made() -> LocalObjective:
+    def build() -> LocalObjective:
         return objective(0.0, policy, NaiveFedGloSS)
 
-    whole, _ = golden.run(made(), name="whole")
+    reference, _ = golden.run(build(), name="whole")
     with pytest.raises(KeyboardInterrupt):
-        golden.run(made(), name="broken", callbacks=[Stop()])
-    other = made()
-    norms(other.net)[0].running_mean += 1
-    fit, _ = golden.run(other, name="broken", ckpt_path="last")
-    assert_same(state(fit.folder.path), state(whole.folder.path))
-    assert torch.equal(statistics(fit.objective.net), statistics(whole.objective.net))
+        golden.run(build(), name="broken", callbacks=[Stop()])
+    model = build()
+    norms(model.net)[0].running_mean += 1
+    fit, _ = golden.run(model, name="broken", ckpt_path="last")
+    assert_same(state(fit.folder.path), state(reference.folder.path))
+    assert torch.equal(statistics(fit.objective.net), statistics(reference.objective.net))
     wrong = objective(0.0, "local" if policy == "average" else "average", NaiveFedGloSS)
     with pytest.raises(UserError, match=r"made with model \(its (client|server) state\)"):
         golden.run(wrong, name="broken", ckpt_path="last")
@@ -433,19 +433,19 @@ def test_centralized_by_the_federated_trainer(golden: Golden, policy: Any) -> No
     """Evaluation between the epochs leaves the statistics alone."""
     (x, y), test = ((a.astype(np.float64), b) for a, b in (golden.arrays[0], golden.test))
     data = Arrays(client_arrays=[(x, y)], test=test, batch_size=None)
-    fit = FederatedTrainer(
+    trainer = FederatedTrainer(
         max_rounds=3, accelerator="cpu", precision="64-true", enable_progress_bar=False,
         default_root_dir=str(golden.folder),
     )  # fmt: skip
-    made, seen = objective(0.1, policy), list[Tensor]()
-    begin = made.on_train_batch_start
-    made.on_train_batch_start = lambda *args: (seen.append(statistics(made.net)), begin(*args))  # type: ignore
-    fit = fit.centralized(made, data)
+    model, observed = objective(0.1, policy), list[Tensor]()
+    begin = model.on_train_batch_start
+    model.on_train_batch_start = lambda *args: (observed.append(statistics(model.net)), begin(*args))  # type: ignore
+    fit = trainer.centralized(model, data)
     for epoch in range(4):
         net = Net().double()
         train(net, torch.from_numpy(x), torch.from_numpy(y).long(), 0.1, steps=epoch)
         if epoch < 3:
-            torch.testing.assert_close(seen[epoch], statistics(net), rtol=0, atol=1e-12)
+            torch.testing.assert_close(observed[epoch], statistics(net), rtol=0, atol=1e-12)
     torch.testing.assert_close(fit.server.w, weights(net), rtol=0, atol=1e-12)
     if policy == "average":
         torch.testing.assert_close(fit.server.buffers, statistics(net), rtol=0, atol=1e-12)
@@ -482,8 +482,8 @@ def test_a_group_of_runs(golden: Golden) -> None:
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_two_processes(folder: Path, policy: str) -> None:
     cli("fit", *arguments(folder / "one", policy), "--trainer.max_rounds=3")
-    many = ["--trainer.max_rounds=3", "--trainer.devices=2", "--trainer.strategy=ddp"]
-    with group(2, "fit", *arguments(folder / "two", policy), *many, cwd=folder) as children:
+    options = ["--trainer.max_rounds=3", "--trainer.devices=2", "--trainer.strategy=ddp"]
+    with group(2, "fit", *arguments(folder / "two", policy), *options, cwd=folder) as children:
         ended(children)
     one, two = newest(folder / "one"), newest(folder / "two")
     assert_same(state(one), state(two))

@@ -103,18 +103,18 @@ def test_a_sampler_that_draws_something_else_again_is_refused(golden: Golden, tm
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> None:
     """To the bit: S of every divisor is the number of uploads that arrive."""
-    two = getattr(algorithms, name).phases == 2
-    faults = Faults(drop_before=0.3) if two else Faults(drop_before=0.15, drop_after=0.15)
-    one, failing = golden.run(made(golden, name, averaging=SWA(start=0.3)), faults=faults)
+    two_phases = getattr(algorithms, name).phases == 2
+    faults = Faults(drop_before=0.3) if two_phases else Faults(drop_before=0.15, drop_after=0.15)
+    failing_run, failing = golden.run(made(golden, name, averaging=SWA(start=0.3)), faults=faults)
     cohorts = Survivors(faults, golden.schedule)
-    two_, smaller = golden.run(made(golden, name, averaging=SWA(start=0.3)), sampler=cohorts)
+    smaller_run, smaller = golden.run(made(golden, name, averaging=SWA(start=0.3)), sampler=cohorts)
     assert 0 < sum(map(len, failing.local)) < sum(map(len, golden.schedule))
     for a, b in ((failing.server, smaller.server), (failing.client, smaller.client)):
         for ours, theirs in zip(a, b, strict=True):
             assert ours.keys() == theirs.keys()
-    assert_same(one.server, two_.server)
-    for k, row in one.clients.rows().items():
-        assert_same(row, two_.clients.rows()[k])
+    assert_same(failing_run.server, smaller_run.server)
+    for k, row in failing_run.clients.rows().items():
+        assert_same(row, smaller_run.clients.rows()[k])
 
 
 @pytest.mark.sampled(quick=3)
@@ -123,8 +123,8 @@ def test_server_slot_stays_the_mean_of_all_clients(golden: Golden, algorithm: An
     """Under dropout before and after training, lateness and refusal at once."""
     slow = Stragglers(deadline=3, sigma=1.0)
     faults = Faults(0.1, 0.15, stragglers=slow, corrupt=Corrupt(share=0.25, each_round=True))
-    made = algorithm(net=golden.net(), optimizer=WD)
-    fit, record = golden.run(made, faults=faults, sampler=ReplaySampler([[0, 1, 2, 3]] * 6), seed=1)
+    model = algorithm(net=golden.net(), optimizer=WD)
+    fit, record = golden.run(model, faults=faults, sampler=ReplaySampler([[0, 1, 2, 3]] * 6), seed=1)
     for server, clients in zip(record.server[1:], record.client, strict=True):
         mean = sum((c[slot] for c in clients.values()), torch.zeros_like(server.w)) / 4
         torch.testing.assert_close(server[slot], mean, rtol=0, atol=1e-12)
@@ -156,9 +156,9 @@ def test_two_phases(golden: Golden) -> None:
     fit, _ = golden.run(NaiveFedGloSS(golden.net()), callbacks=[Watch()], faults=faults, **EVERYBODY)
     lost = 0
     for t, (first, second) in seen.items():
-        for phase, there in ((0, first), (1, second)):
+        for phase, clients in ((0, first), (1, second)):
             asked = [0, 1, 2, 3] if phase == 0 else sorted(first)
-            assert there == set(faults.attendance(asked, [3] * len(asked), t, phase, 0).steps)
+            assert clients == set(faults.attendance(asked, [3] * len(asked), t, phase, 0).steps)
         assert second <= first
         lost += len(first - second)
     assert lost > 0
@@ -194,11 +194,11 @@ def test_speeds_and_draws() -> None:
     assert float(logs.median()) == pytest.approx(0, abs=0.06) and float(logs.std()) == pytest.approx(0.7, abs=0.05)
     assert slow.speed(5, 3) == Stragglers(9, sigma=0.7).speed(5, 3) != slow.speed(5, 4)
     faults, clients = Faults(drop_before=0.2, drop_after=0.25), list(range(4000))
-    found = faults.attendance(clients, [1] * 4000, 7, 0, 3)
-    assert found.receivers / 4000 == pytest.approx(0.8, abs=0.02)
-    assert len(found.steps) / 4000 == pytest.approx(0.6, abs=0.025)
-    assert sorted([*found.steps, *found.dropped]) == clients
-    assert faults.attendance([7, 5], [1, 1], 7, 0, 3).steps.keys() == {5, 7} & found.steps.keys()
+    attendance = faults.attendance(clients, [1] * 4000, 7, 0, 3)
+    assert attendance.receivers / 4000 == pytest.approx(0.8, abs=0.02)
+    assert len(attendance.steps) / 4000 == pytest.approx(0.6, abs=0.025)
+    assert sorted([*attendance.steps, *attendance.dropped]) == clients
+    assert faults.attendance([7, 5], [1, 1], 7, 0, 3).steps.keys() == {5, 7} & attendance.steps.keys()
     once, often = Corrupt(0.1), Corrupt(0.1, each_round=True)
     assert len(once.clients(0, 50, 1)) == 5 and once.clients(0, 50, 1) == once.clients(9, 50, 1)
     assert len({often.clients(t, 50, 1) for t in range(9)}) > 1
@@ -236,9 +236,9 @@ def test_what_goes_over_the_wire(golden: Golden) -> None:
 def test_nobody_answers(golden: Golden) -> None:
     """Server, averages and clients stay; the round counts, is evaluated, and has no loss."""
     for average in (SWA(start=1), EMA(0.5)):
-        there = Faults(available=[[0, 1, 2, 3], [], [], [0, 1, 2, 3], [0, 1], [2]])
-        made = FedDyn(golden.net(), optimizer=WD, averaging=average)
-        fit, record = golden.run(made, faults=there, eval_every=3, callbacks=[Checkpoints()], **EVERYBODY)
+        faults = Faults(available=[[0, 1, 2, 3], [], [], [0, 1, 2, 3], [0, 1], [2]])
+        model = FedDyn(golden.net(), optimizer=WD, averaging=average)
+        fit, record = golden.run(model, faults=faults, eval_every=3, callbacks=[Checkpoints()], **EVERYBODY)
         for t in (1, 2):
             assert_same(record.server[t + 1], record.server[t])
             assert record.client[t].keys() == record.client[0].keys()
@@ -246,8 +246,8 @@ def test_nobody_answers(golden: Golden) -> None:
                 assert_same(row, record.client[0][k])
         assert all(s.finite() for s in record.server) and fit.rounds_done == 6
         logged = metrics(fit.folder.path)
-        assert [at for at, _ in logged["client/train/loss"]] == [1, 4, 5, 6]
-        assert [at for at, _ in logged["server/test/acc"]] == [3, 6]
+        assert [t for t, _ in logged["client/train/loss"]] == [1, 4, 5, 6]
+        assert [t for t, _ in logged["server/test/acc"]] == [3, 6]
         assert [n for _, n in logged["client/dropped"]] == [0, 4, 4, 0, 2, 3]
     assert not torch.equal(record.evaluated[-1], record.server[-1].w)
 
@@ -306,8 +306,10 @@ def test_a_refused_client(golden: Golden, capsys: pytest.CaptureFixture[str]) ->
     losses = [record.local[-1][k].loss for k in others]
     assert fit.metrics["client/train/loss"] == pytest.approx(float(torch.stack(losses).mean()))
     assert read(fit.folder.path) == {wrong: (0, 0, 6)}
-    said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
-    assert said == [f"round 1: not finite and left out: client {wrong} (each is named once; counts are in clients.csv)"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert lines == [
+        f"round 1: not finite and left out: client {wrong} (each is named once; counts are in clients.csv)"
+    ]
 
 
 class Uneven(SCAFFOLD):
@@ -360,7 +362,7 @@ def test_run_goes_on_after_divergence(golden: Golden) -> None:
     logged = metrics(fit.folder.path)
     assert [n for _, n in logged["client/diverged"]] == [0, 0, 1, 1, 1, 1]
     assert [n for _, n in logged["client/refused"]] == [0, 0, 4, 0, 0, 0]
-    assert [at for at, _ in logged["client/train/loss"]] == [1, 2, 4, 5, 6]
+    assert [t for t, _ in logged["client/train/loss"]] == [1, 2, 4, 5, 6]
     assert "client/diverged" not in metrics(golden.run(FedAvg(golden.net()))[0].folder.path)
 
 
@@ -399,9 +401,9 @@ class Interrupt(Callback):
 
 def digits(root: Path, *callbacks: Callback, seed: int = 0, **options: Any) -> FederatedTrainer:
     slow, wrong = Stragglers(5), Corrupt(0.2, each_round=True)
-    made = {"clients_per_round": 4, "max_rounds": 5, "engine": "sequential", "name": f"seed_{seed}", **options}
+    settings = {"clients_per_round": 4, "max_rounds": 5, "engine": "sequential", "name": f"seed_{seed}", **options}
     return FederatedTrainer(
-        **made, seed=seed, faults=Faults(0.1, 0.2, stragglers=slow, corrupt=wrong), callbacks=list(callbacks),
+        **settings, seed=seed, faults=Faults(0.1, 0.2, stragglers=slow, corrupt=wrong), callbacks=list(callbacks),
         accelerator="cpu", enable_progress_bar=False, default_root_dir=str(root),
     )  # fmt: skip
 
@@ -417,13 +419,13 @@ def data() -> Digits:
 
 @pytest.mark.slow
 def test_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    whole = digits(tmp_path / "whole").fit(objective(), data()).folder.path
+    reference = digits(tmp_path / "whole").fit(objective(), data()).folder.path
     with pytest.raises(KeyboardInterrupt):
         digits(tmp_path / "broken", Interrupt()).fit(objective(), data())
     broken = digits(tmp_path / "broken").fit(objective(), data(), "last").folder.path
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole)
-    assert read(broken) == read(whole) != {}
+    assert_same(state(broken), state(reference))
+    assert metrics(broken) == metrics(reference)
+    assert read(broken) == read(reference) != {}
 
 
 @pytest.mark.slow
@@ -440,7 +442,7 @@ def test_parallel_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_9(tmp_path: Path) -> None:
-    whole = run("fit", *ARGS, "--trainer.max_rounds=60", root=tmp_path / "whole", model="SCAFFOLD")
+    reference = run("fit", *ARGS, "--trainer.max_rounds=60", root=tmp_path / "whole", model="SCAFFOLD")
     args = ["fit", "--model=SCAFFOLD", *DIGITS, *ARGS, "--trainer.max_rounds=60"]
     args.append(f"--trainer.default_root_dir={tmp_path / 'broken'}")
     with forked(*args, cwd=tmp_path) as child:
@@ -452,8 +454,8 @@ def test_kill_9(tmp_path: Path) -> None:
     broken = newest(tmp_path / "broken")
     assert 0 < last(broken)["round"] < 60
     run("fit", *ARGS, "--trainer.max_rounds=60", "--ckpt_path=last", root=tmp_path / "broken", model="SCAFFOLD")
-    assert_same(state(broken), state(whole))
-    assert (broken / "clients.csv").read_text() == (whole / "clients.csv").read_text()
+    assert_same(state(broken), state(reference))
+    assert (broken / "clients.csv").read_text() == (reference / "clients.csv").read_text()
 
 
 @pytest.mark.slow
@@ -463,8 +465,13 @@ def test_two_processes(deterministic: bool, tmp_path: Path) -> None:
     args = [*ARGS, "--trainer.sampler=ReplaySampler", "--trainer.sampler.rounds=[[0,1,2],[3],[0],[4,5],[2]]"]
     args += ["--trainer.faults.available=[[0,1,2,3,4,5],[0]]", f"--trainer.deterministic={deterministic}"]
     one = run("fit", *args, root=tmp_path / "one", model="SCAFFOLD")
-    there = [*args, "--trainer.devices=2", "--trainer.strategy=ddp", f"--trainer.default_root_dir={tmp_path / 'two'}"]
-    with group(2, "fit", "--model=SCAFFOLD", *DIGITS, *there, cwd=tmp_path) as children:
+    ddp_args = [
+        *args,
+        "--trainer.devices=2",
+        "--trainer.strategy=ddp",
+        f"--trainer.default_root_dir={tmp_path / 'two'}",
+    ]
+    with group(2, "fit", "--model=SCAFFOLD", *DIGITS, *ddp_args, cwd=tmp_path) as children:
         ended(children)
     two = newest(tmp_path / "two")
     assert read(two) == read(one) != {}
@@ -482,14 +489,14 @@ def test_every_algorithm_ends(name: str, tmp_path: Path) -> None:
     slow = Stragglers(deadline=5, sigma=0.37)  # K = 3 of 90 samples; log 0.62 is 1.28 deviations below the median
     faults = Faults(drop_after=0.3, stragglers=slow, corrupt=Corrupt(0.05, each_round=True))
     torch.manual_seed(0)
-    fit = FederatedTrainer(
+    trainer = FederatedTrainer(
         max_rounds=6, clients_per_round=10, faults=faults, accelerator="cpu", threads=1, engine="sequential",
         enable_progress_bar=False, default_root_dir=str(tmp_path),
     )  # fmt: skip
-    done = fit.fit(getattr(algorithms, name)(DigitsMLP(hidden=8)), Digits(num_clients=40, batch_size=8))
-    assert done.rounds_done == 6 and done.server.finite()
-    assert all(row.finite() for row in done.clients.rows().values())
-    assert {"dropped", "late"} <= done.state.failures.keys()
+    run = trainer.fit(getattr(algorithms, name)(DigitsMLP(hidden=8)), Digits(num_clients=40, batch_size=8))
+    assert run.rounds_done == 6 and run.server.finite()
+    assert all(row.finite() for row in run.clients.rows().values())
+    assert {"dropped", "late"} <= run.state.failures.keys()
 
 
 # What is refused
@@ -522,7 +529,7 @@ def test_settings_out_of_range(make: Any, says: str) -> None:
 def test_refused_before_anything_is_written(golden: Golden) -> None:
     with pytest.raises(UserError, match=r"trainer.faults.available\[1\] = \[4\]: give different ids from 0 to 3"):
         golden.run(FedAvg(golden.net()), faults=Faults(available=[[0], [4]]))
-    fit = FederatedTrainer(faults=Faults(drop_after=0.1), accelerator="cpu", default_root_dir=str(golden.folder))
+    trainer = FederatedTrainer(faults=Faults(drop_after=0.1), accelerator="cpu", default_root_dir=str(golden.folder))
     with pytest.raises(UserError, match=r"trainer.faults: centralized training has no clients that fail"):
-        fit.centralized(FedAvg(DigitsMLP()), Digits())
+        trainer.centralized(FedAvg(DigitsMLP()), Digits())
     assert not [*golden.folder.iterdir()]

@@ -60,8 +60,8 @@ def assert_equal(together: list[FederatedTrainer], alone: list[FederatedTrainer]
         a, b = state(one.run.folder.path), state(other.run.folder.path)
         assert a.keys() == b.keys()
         for name in a:
-            apart = (a[name] - b[name]).abs()
-            assert not apart.numel() or float(apart.max()) <= 1e-12 * float(b[name].abs().max()), name
+            differences = (a[name] - b[name]).abs()
+            assert not differences.numel() or float(differences.max()) <= 1e-12 * float(b[name].abs().max()), name
         assert metrics(one.run.folder.path).keys() == metrics(other.run.folder.path).keys()
     assert not torch.equal(state(alone[0].run.folder.path)["server.w"], state(alone[1].run.folder.path)["server.w"])
 
@@ -259,15 +259,15 @@ def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
     assert [last(root / f"run_{s}/version_0")["round"] for s in (0, 1)] == [3, 2]
     resumed = [run(root, s, "batched") for s in (0, 1)]
     parallel_runs.fit(resumed, [model(s) for s in (0, 1)], data(), "last")
-    whole = [run(tmp_path / "whole", s, "batched") for s in (0, 1)]
-    parallel_runs.fit(whole, [model(s) for s in (0, 1)], data())
-    assert [t.run.folder.path for t in resumed] == [root / f"run_{s}/version_0" for s in (0, 1)]
-    for one, other in zip(resumed, whole, strict=True):
+    references = [run(tmp_path / "whole", s, "batched") for s in (0, 1)]
+    parallel_runs.fit(references, [model(s) for s in (0, 1)], data())
+    assert [trainer.run.folder.path for trainer in resumed] == [root / f"run_{s}/version_0" for s in (0, 1)]
+    for one, other in zip(resumed, references, strict=True):
         assert_same(state(one.run.folder.path), state(other.run.folder.path))
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("make", "says"),
     [
         (lambda: model(0, make=algorithms.FedDyn), "model.class_path"),
         (lambda: FedGMT(DigitsMLP(hidden=9)), "model.net: parallel runs must have the same"),
@@ -276,10 +276,10 @@ def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
     ],
     ids=["class", "net", "none", "part"],
 )
-def test_what_cannot_be_one_program_is_told(other: Any, says: str, tmp_path: Path) -> None:
+def test_what_cannot_be_one_program_is_told(make: Any, says: str, tmp_path: Path) -> None:
     trainers = [run(tmp_path, seed, "batched") for seed in (0, 1)]
     with pytest.raises(UserError, match=says):
-        parallel_runs.fit(trainers, [FedGMT(DigitsMLP(hidden=8)), other()], data())
+        parallel_runs.fit(trainers, [FedGMT(DigitsMLP(hidden=8)), make()], data())
     assert not list(tmp_path.iterdir())
 
 
@@ -289,8 +289,8 @@ def test_a_callback_with_state_serves_one_run(tmp_path: Path) -> None:
     class Seen(Callback):
         names: ClassVar[list[str]] = []
 
-        def on_round_end(self, of: Run) -> None:
-            self.names.append(of.name)
+        def on_round_end(self, run: Run) -> None:
+            self.names.append(run.name)
 
     def fit(*callbacks: Any) -> None:
         trainers = [run(tmp_path, seed, "batched", max_rounds=1, callbacks=list(callbacks)) for seed in (0, 1)]
@@ -314,9 +314,9 @@ def test_command_line(tmp_path: Path) -> None:
     runs = {folder.parent.name for folder in tmp_path.glob("FedSAM-Digits/*/version_0")}
     assert runs == {f"rho_{rho}_seed_{seed}" for rho in (0.01, 0.1) for seed in (3, 5)}
     # the config of a run is that of the same run alone
-    one = tmp_path / "FedSAM-Digits/rho_0.1_seed_5/version_0"
-    cli("fit", f"--config={one / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path / 'alone'}")
-    torch.testing.assert_close(state(newest(tmp_path / "alone" / "FedSAM-Digits")), state(one), rtol=1e-5, atol=1e-7)
+    member = tmp_path / "FedSAM-Digits/rho_0.1_seed_5/version_0"
+    cli("fit", f"--config={member / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path / 'alone'}")
+    torch.testing.assert_close(state(newest(tmp_path / "alone" / "FedSAM-Digits")), state(member), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
