@@ -338,7 +338,7 @@ def test_each_moment_and_client_has_a_stream_of_its_own() -> None:
     first += [drawn()]
     draws.move_to(Draws.END)
     first += [drawn()]
-    assert len({float(row[0]) for each in first for row in each}) == 10
+    assert len({float(row[0]) for rows in first for row in rows}) == 10
     draws.move_to(Draws.STEPS + 1)
     assert torch.equal(drawn(), first[3])
 
@@ -484,20 +484,20 @@ def test_an_upload_may_be_a_known_vector_but_for_rounding(seed: int, tmp_path: P
 
 def test_blocks_hold_clients_of_like_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sorted stably, so clients of equal length stay in their order; the results come in the cohort's."""
-    seen: list[list[int]] = []
+    blocks: list[list[int]] = []
     trained = BatchedEngine._train_block
 
     def watching(self: BatchedEngine, jobs: Any) -> Any:
-        seen.append([len(job.minibatches) for job in jobs])
+        blocks.append([len(job.minibatches) for job in jobs])
         return trained(self, jobs)
 
-    one = train(tmp_path, algorithms.SCAFFOLD(net=Small()), "sequential", clients_per_round=5)
+    sequential = train(tmp_path, algorithms.SCAFFOLD(net=Small()), "sequential", clients_per_round=5)
     monkeypatch.setattr(BatchedEngine, "_train_block", watching)
     run = train(
         tmp_path, algorithms.SCAFFOLD(net=Small()), "batched", clients_per_round=5, client_block=2, max_rounds=3
     )
-    assert_close(run, one)
-    sizes = [sorted(lengths) for lengths in seen[-3:]]
+    assert_close(run, sequential)
+    sizes = [sorted(lengths) for lengths in blocks[-3:]]
     assert sizes == [[3, 5], [2, 2], [1]]  # 5, 3, 2, 2 and 1 steps: 8 x 2 of width 2 in place of up to 11 x 2
 
 
@@ -642,10 +642,10 @@ def starved(folder: Path, engine: Any, results: Any) -> None:
             max_rounds=1, clients_per_round=64, engine=engine, client_block=block, precision="64-true", local_steps=1,
             accelerator="cpu", threads=1, default_root_dir=folder, enable_progress_bar=False, callbacks=limits,
         )  # fmt: skip
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             run = trainer.fit(FedAvg(net=net, optimizer=SGD(0.1)), Digits(num_clients=64, batch_size=4))
-        said = [str(w.message) for w in found if "out of memory" in str(w.message)]
-        results.send((run.global_model.numpy(), said))
+        messages = [str(warning.message) for warning in caught if "out of memory" in str(warning.message)]
+        results.send((run.global_model.numpy(), messages))
 
 
 @pytest.mark.sampled(slow=2)
@@ -658,9 +658,9 @@ def test_a_block_that_does_not_fit_is_halved(engine: str, tmp_path: Path) -> Non
     child = spawn.Process(target=starved, args=(tmp_path, engine, sender))
     child.start()
     sender.close()  # so that a child that fails ends recv
-    (blocks, nothing), (w, found) = receiver.recv(), receiver.recv()
+    (blocks, nothing), (w, messages) = receiver.recv(), receiver.recv()
     child.join()
-    assert found[0].startswith("out of memory with 64 clients at once: 32 from now on") and not nothing
+    assert messages[0].startswith("out of memory with 64 clients at once: 32 from now on") and not nothing
     np.testing.assert_allclose(w, blocks, rtol=1e-12, atol=1e-14)
 
 
@@ -703,22 +703,24 @@ class Wrong(Backwards):
 
     def train(self, jobs: Sequence[Job]) -> list[LocalResult]:
         results = super().train(jobs)
-        return [replace(each, upload={**each.upload, "w": each.upload["w"] * 1.001}) for each in results]
+        return [replace(result, upload={**result.upload, "w": result.upload["w"] * 1.001}) for result in results]
 
 
 @pytest.mark.slow
 def test_an_engine_of_ones_own(tmp_path: Path) -> None:
     """It has the bits of the sequential one, its class is in config and checkpoint, and a wrong one is refused."""
-    one, own = (train(tmp_path, FedAvg(Small()), engine) for engine in ("sequential", Backwards))  # type: ignore[arg-type]
-    assert torch.equal(one.server.w, own.server.w)
+    sequential, backwards = (train(tmp_path, FedAvg(Small()), engine) for engine in ("sequential", Backwards))  # type: ignore[arg-type]
+    assert torch.equal(sequential.server.w, backwards.server.w)
     path = f"{__name__}.Backwards"
-    assert own.engine_name == own.config["trainer"]["engine"] == path and type(own.engine) is Backwards
-    whole = train(tmp_path, FedAvg(Small()), "sequential", max_rounds=4)
+    assert (
+        backwards.engine_name == backwards.config["trainer"]["engine"] == path and type(backwards.engine) is Backwards
+    )
+    reference = train(tmp_path, FedAvg(Small()), "sequential", max_rounds=4)
     options: dict[str, Any] = {"clients_per_round": 4, "precision": "64-true", "accelerator": "cpu", "max_rounds": 4}
     for engine in (Backwards, "auto"):  # that of the checkpoint
         trainer = FederatedTrainer(engine=engine, default_root_dir=str(tmp_path), **options)
-        resumed = trainer.fit(FedAvg(Small()), data(4), str(own.folder.last))
-        assert torch.equal(resumed.server.w, whole.server.w) and type(resumed.engine) is Backwards
+        resumed = trainer.fit(FedAvg(Small()), data(4), str(backwards.folder.last))
+        assert torch.equal(resumed.server.w, reference.server.w) and type(resumed.engine) is Backwards
     with pytest.raises(UserError, match=r"trainer.engine = backwards: FedAvg gives .* something else"):
         train(tmp_path, FedAvg(Small()), Wrong)  # type: ignore[arg-type]
     assert FederatedTrainer(engine=SequentialEngine).engine == "sequential"

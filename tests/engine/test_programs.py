@@ -34,11 +34,11 @@ DECORR = ("FedDecorr", "", "beta", 0.9 * 0.1)
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The programs that are compiled; they run as recorded, since the compiler takes half a minute for each."""
-    made: list[Any] = []
-    monkeypatch.setattr(replay, "Compiled", lambda program: made.append(program) or program)
+    programs: list[Any] = []
+    monkeypatch.setattr(replay, "Compiled", lambda program: programs.append(program) or program)
     monkeypatch.setattr(loop.engine, "check", lambda *_: None)
     compiled.cache_clear()
-    yield made
+    yield programs
     compiled.cache_clear()
 
 
@@ -52,8 +52,8 @@ def assert_same_bits(one: Run, other: Run) -> None:
 
 def numbers(owner: Any) -> dict[str, float]:
     """The numeric settings of an objective or a part, each changed a little."""
-    found = {name: v for name, v in vars(owner or object).items() if type(v) in (int, float) and name[0] != "_"}
-    return {name: v + 1 if isinstance(v, int) else 0.9 * v or 0.05 for name, v in found.items()}
+    settings = {name: v for name, v in vars(owner or object).items() if type(v) in (int, float) and name[0] != "_"}
+    return {name: v + 1 if isinstance(v, int) else 0.9 * v or 0.05 for name, v in settings.items()}
 
 
 @pytest.mark.sampled(slow=8, start=7)
@@ -133,8 +133,8 @@ def test_compiled_code_is_kept_in_the_users_folder(tmp_path: Path) -> None:
     """In one for each kind of processor. torch chooses another one when it is imported, hence a new process."""
     code = "import fl_lightning; from fl_lightning.engine.replay import Compiled; Compiled(lambda x: x)\n"
     code += "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
-    kept = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    env = {**kept, "XDG_CACHE_HOME": str(tmp_path), "ATEN_CPU_CAPABILITY": "default"}
-    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-    assert Path(said.strip()).parent == tmp_path / "fl_lightning" / "inductor"
-    assert said.strip().endswith("_DEFAULT_")
+    variables = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    env = {**variables, "XDG_CACHE_HOME": str(tmp_path), "ATEN_CPU_CAPABILITY": "default"}
+    output = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert Path(output.strip()).parent == tmp_path / "fl_lightning" / "inductor"
+    assert output.strip().endswith("_DEFAULT_")

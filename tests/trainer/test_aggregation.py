@@ -99,15 +99,15 @@ def test_rules_are_those_of_the_papers(rule: Aggregation, monkeypatch: pytest.Mo
     columns, known, _ = problem()
     counts = np.array([1, 3, 2, 5, 1, 4, 2, 6, 3, 3])  # 30: a fifth is a whole number
     order = np.random.default_rng(1).permutation(CLIENTS)
-    found = averages(rule, columns, known, counts)
+    ordered = averages(rule, columns, known, counts)
     shuffled = averages(rule, {name: rows[order] for name, rows in columns.items()}, known, counts[order])
     monkeypatch.setattr(aggregation, "BLOCK", 2 * CLIENTS)
     blocks = averages(rule, columns, known, counts)
     weighted, plain = (transcription(rule, columns, known, n) for n in (counts, np.ones(CLIENTS, int)))
     for name in columns:
-        for each in (found, shuffled, blocks):
-            np.testing.assert_allclose(each.weighted(name), weighted[name], rtol=1e-12, atol=1e-13)
-            np.testing.assert_allclose(each.mean(name), plain[name], rtol=1e-12, atol=1e-13)
+        for uploads in (ordered, shuffled, blocks):
+            np.testing.assert_allclose(uploads.weighted(name), weighted[name], rtol=1e-12, atol=1e-13)
+            np.testing.assert_allclose(uploads.mean(name), plain[name], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("rule", ROBUST, ids=name_of)
@@ -118,9 +118,9 @@ def test_bad_clients_move_nothing_out_of_the_range_of_the_others(rule: Aggregati
         columns, known, _ = problem(seed)
         honest = {name: rows[2:] for name, rows in columns.items()}
         bad = {name: np.concatenate([np.full_like(rows[:2], value), rows[2:]]) for name, rows in columns.items()}
-        found = averages(rule, bad, known, np.full(CLIENTS, 3))
+        uploads = averages(rule, bad, known, np.full(CLIENTS, 3))
         for name, rows in honest.items():
-            for mean in (found.mean(name), found.weighted(name)):
+            for mean in (uploads.mean(name), uploads.weighted(name)):
                 assert (mean.numpy() >= rows.min(0) - 1e-12).all() and (mean.numpy() <= rows.max(0) + 1e-12).all()
 
 
@@ -129,7 +129,7 @@ def test_clipping_bounds_what_a_client_moves_the_mean() -> None:
     columns, known, counts = problem()
     for value in (0.0, 1e3, 1e30, 1e300):
         changed = {name: np.concatenate([np.full_like(rows[:1], value), rows[1:]]) for name, rows in columns.items()}
-        a, b = (averages(NormClipping(2.0), each, known, counts) for each in (columns, changed))
+        a, b = (averages(NormClipping(2.0), rows, known, counts) for rows in (columns, changed))
         moved = np.sqrt(sum(float((a.weighted(n) - b.weighted(n)).square().sum()) for n in columns))
         assert moved <= 2 * 2.0 * counts[0] / counts.sum() + 1e-12
 

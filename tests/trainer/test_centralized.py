@@ -102,17 +102,17 @@ def test_sgd_is_torch_sgd(golden: Golden, tmp_path: Path) -> None:
 
 
 def test_sam_evaluates_the_closure_twice(tmp_path: Path) -> None:
-    seen = []
+    batches = []
 
     class Counting(FedSAM):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            seen.append(batch[0])
+            batches.append(batch[0])
             return super().training_step(batch, batch_idx)
 
     data = Digits(batch_size=32)
     fit = trainer(tmp_path, epochs=1, limit_train_batches=3)
     fit.fit(Counting(net=DigitsMLP()), datamodule=data)
-    assert len(seen) == 6 and all(torch.equal(seen[2 * i], seen[2 * i + 1]) for i in range(3))
+    assert len(batches) == 6 and all(torch.equal(batches[2 * i], batches[2 * i + 1]) for i in range(3))
 
 
 def test_learns_digits_and_logs(tmp_path: Path) -> None:
@@ -188,17 +188,17 @@ def test_command_line_refuses_federated_state(tmp_path: Path) -> None:
 
 
 def test_warm_up_counts_epochs(golden: Golden, tmp_path: Path) -> None:
-    seen = []
+    radii = []
 
     class Watched(SAM):
         def radius(self, t: int) -> float:
-            seen.append(super().radius(t))
-            return seen[-1]
+            radii.append(super().radius(t))
+            return radii[-1]
 
     data = Arrays(client_arrays=[golden.arrays[0]], test=golden.test, batch_size=None)
     objective = FedAvg(net=golden.net(), ascent=Watched(0.4, warmup=4, rho0=0.0))
     trainer(tmp_path, epochs=6).fit(objective, datamodule=data)
-    assert seen == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4])
+    assert radii == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4])
 
 
 def test_nothing_of_lightnings_is_shown(
@@ -218,6 +218,8 @@ def test_nothing_of_lightnings_is_shown(
         folder = run("centralized", "--trainer.max_rounds=1", root=tmp_path / "runs", model="FedSAM")
     assert capsys.readouterr() == (f"results: {folder}\n", "")
     assert not [record for record in caplog.records if record.name.startswith("lightning")]
-    seen = [warning for warning in shown if not issubclass(warning.category, DeprecationWarning)]  # Python hides those
-    assert not [str(warning.message) for warning in seen if "lightning/" in warning.filename]
+    visible = [
+        warning for warning in shown if not issubclass(warning.category, DeprecationWarning)
+    ]  # Python hides those
+    assert not [str(warning.message) for warning in visible if "lightning/" in warning.filename]
     assert [logging.getLogger(name).level for name in LOGGERS] == before

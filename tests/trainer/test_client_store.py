@@ -72,8 +72,8 @@ def play(store: ClientStore, clients: Any, number: int) -> dict[int, State]:
     return rows
 
 
-def write(store: ClientStore, path: Path, pin: bool | Path = False, **more: Any) -> None:
-    save(path, {"clients": store.state_dict(pin), **more})
+def write(store: ClientStore, path: Path, pin: bool | Path = False, **entries: Any) -> None:
+    save(path, {"clients": store.state_dict(pin), **entries})
     store.saved()
 
 
@@ -428,9 +428,9 @@ def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
     store = make(tmp_path)
     play(store, range(3), 0)
     write(store, tmp_path / "last.ckpt")
-    other = read(tmp_path / "last.ckpt", tmp_path)
+    second = read(tmp_path / "last.ckpt", tmp_path)
     play(store, range(3), 1)
-    play(other, range(3), 1)
+    play(second, range(3), 1)
     with pytest.raises(UserError, match="changed, row 3 is not that of the run"):
         store.rows()
 
@@ -444,24 +444,24 @@ def test_a_restart_checks_every_row(tmp_path: Path) -> None:
     for t, clients in enumerate((range(m), range(20, 29), range(130, 133))):
         store.stage({k: State({"c": torch.full((d,), float(k + t))}) for k in clients})
         store.commit()
-        found = store.state_dict()
+        state = store.state_dict()
         store.saved()
     store.close()
-    size, used = found["file"]["row_bytes"], sorted(found["file"]["positions"].tolist())
+    size, used = state["file"]["row_bytes"], sorted(state["file"]["positions"].tolist())
     gaps, part = [a for a, b in pairwise(used) if b != a + 1], files.CHUNK // size
     assert len(gaps) > 1 and m > 2 * part
     path = tmp_path / "rows.bin"
-    whole = path.read_bytes()
-    another = whole[used[1] * size :][:size]
+    content = path.read_bytes()
+    foreign = content[used[1] * size :][:size]
     with path.open("r+b", buffering=0) as file:
         for row in {used[0], *gaps, used[part - 1], used[part], used[m // 2], used[-1]}:
-            own = whole[row * size :][:size]
-            for harm, message in ((own[:-1] + bytes([own[-1] ^ 1]), "damaged"), (another, "changed")):
+            original = content[row * size :][:size]
+            for harm, message in ((original[:-1] + bytes([original[-1] ^ 1]), "damaged"), (foreign, "changed")):
                 os.pwrite(file.fileno(), harm, row * size)
                 with pytest.raises(UserError, match=f"{message}, row {row} "):
-                    store.load_state_dict(found, tmp_path)
-            os.pwrite(file.fileno(), own, row * size)
-    store.load_state_dict(found, tmp_path)
+                    store.load_state_dict(state, tmp_path)
+            os.pwrite(file.fileno(), original, row * size)
+    store.load_state_dict(state, tmp_path)
     assert all(bool((store.get(k, w, {}).c == k + (20 <= k < 29) + 2 * (130 <= k < 133)).all()) for k in range(m))
     store.close()
 

@@ -55,8 +55,8 @@ from tests.problem import Golden
 def digits_run(folder: Path, objective: LocalObjective, rounds: int = 3, **options: Any) -> Run:
     torch.manual_seed(0)
     options = {"clients_per_round": 4, "accelerator": "cpu", "enable_progress_bar": False, **options}
-    fit = FederatedTrainer(max_rounds=rounds, default_root_dir=str(folder), **options)
-    return fit.fit(objective, Digits(num_clients=20, partition=IID()))
+    trainer = FederatedTrainer(max_rounds=rounds, default_root_dir=str(folder), **options)
+    return trainer.fit(objective, Digits(num_clients=20, partition=IID()))
 
 
 # Cohorts
@@ -177,12 +177,12 @@ def test_state_after_a_broken_round_is_that_before(golden: Golden) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         golden.run(SCAFFOLD(net=golden.net()), callbacks=[Stop()])
-    whole = golden.run(SCAFFOLD(net=golden.net()))[1]
+    reference = golden.run(SCAFFOLD(net=golden.net()))[1]
     (saved,) = golden.folder.glob("*/version_0/checkpoints/last.ckpt")
     state = torch.load(saved, weights_only=True)
     assert state["round"] == 2
-    assert torch.equal(state["server"]["w"], whole.server[2].w)
-    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([whole.client[1][k].c for k in (0, 1, 2)]))
+    assert torch.equal(state["server"]["w"], reference.server[2].w)
+    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([reference.client[1][k].c for k in (0, 1, 2)]))
 
 
 SCALARS = {"FedNova": 1, "FedGF": 2, "FedExP": 1, "FedWMSAM": 2, "FedAdamW": 1}
@@ -244,8 +244,8 @@ def test_passes_and_wire_are_what_is_declared(golden: Golden, name: str) -> None
     _, _, forwards, backwards, _ = costs(name)
     (f0, b0), (f1, b1) = counted[0], counted[-1]
     others = 2 * objective.phases - 1  # trainings between the two counts
-    made = (f1 - f0) / 3 / others * objective.phases, (b1 - b0) / 3 / others * objective.phases
-    assert made == (forwards, backwards)
+    passes = (f1 - f0) / 3 / others * objective.phases, (b1 - b0) / 3 / others * objective.phases
+    assert passes == (forwards, backwards)
     assert tuple(n * objective.phases for n in fit.contract[0].passes) == (forwards, backwards)
     assert fit.metrics["comm/total_bits"] == numbers(name, objective.flat) * 64 * 2
 
@@ -264,8 +264,8 @@ def test_results_do_not_depend_on_the_global_generator(tmp_path: Path) -> None:
     plain = digits_run(tmp_path, FedAvg(net=net()))
     watched = digits_run(tmp_path, FedAvg(net=net()), callbacks=[Disturb(), FlatnessMonitor(every_n_rounds=1)])
     assert torch.equal(plain.server.w, watched.server.w)
-    other = digits_run(tmp_path, FedAvg(net=net()), seed=1)
-    assert not torch.equal(plain.server.w, other.server.w)
+    reseeded = digits_run(tmp_path, FedAvg(net=net()), seed=1)
+    assert not torch.equal(plain.server.w, reseeded.server.w)
 
 
 @pytest.mark.slow
@@ -453,21 +453,21 @@ def test_a_round_broken_off_while_it_is_measured_is_undone(golden: Golden) -> No
             if run.rounds_done == 3:
                 raise KeyboardInterrupt
 
-    whole = golden.run(SCAFFOLD(net=golden.net()))[1]
+    reference = golden.run(SCAFFOLD(net=golden.net()))[1]
     with pytest.raises(KeyboardInterrupt):
         golden.run(SCAFFOLD(net=golden.net()), callbacks=[Stop()])
     saved = max(golden.folder.glob("*/*/checkpoints/last.ckpt"))
     state = torch.load(saved, weights_only=True)
     assert state["round"] == 2
-    assert torch.equal(state["server"]["w"], whole.server[2].w)
-    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([whole.client[1][k].c for k in (0, 1, 2)]))
+    assert torch.equal(state["server"]["w"], reference.server[2].w)
+    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([reference.client[1][k].c for k in (0, 1, 2)]))
 
 
 @pytest.mark.parametrize("options", [{"relaxed_init": 0.2}, {}], ids=["w_last", "teacher"])
 def test_a_resumed_run_keeps_its_initial_model(golden: Golden, options: Any) -> None:
     """Clients first seen after the interruption get slots from the run's w0, not from the new process's net."""
     algorithm = FedAvg if options else FedGMTv2
-    whole = golden.run(algorithm(net=golden.net(), **options))[1]
+    reference = golden.run(algorithm(net=golden.net(), **options))[1]
 
     class Stop(Callback):
         def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
@@ -478,9 +478,9 @@ def test_a_resumed_run_keeps_its_initial_model(golden: Golden, options: Any) -> 
         golden.run(algorithm(net=golden.net(), **options), callbacks=[Stop()])
     saved = max(golden.folder.glob("*/*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     torch.manual_seed(5)
-    other = algorithm(net=type(golden.net())(), **options)
-    _, resumed = golden.run(other, ckpt_path=str(saved))
-    assert torch.equal(resumed.server[-1].w, whole.server[-1].w)
+    restarted = algorithm(net=type(golden.net())(), **options)
+    _, resumed = golden.run(restarted, ckpt_path=str(saved))
+    assert torch.equal(resumed.server[-1].w, reference.server[-1].w)
 
 
 def test_a_loss_that_is_not_a_number_is_told(golden: Golden) -> None:
