@@ -35,14 +35,8 @@ class Looks(Callback):
     """Looks at the objective before the first round."""
 
     def on_fit_start(self, run: Any) -> None:
-        objective = run.objective
-        self.seen = (
-            objective.calls,
-            len(objective.norms),
-            float(objective.mean.norm()),
-            hasattr(objective, "cached"),
-            run.net.w.clone(),
-        )
+        model = run.objective
+        self.seen = model.calls, len(model.norms), float(model.mean.norm()), hasattr(model, "cached"), run.net.w.clone()
         self.state = torch.get_rng_state()
 
 

@@ -709,17 +709,15 @@ class Wrong(Backwards):
 @pytest.mark.slow
 def test_an_engine_of_ones_own(tmp_path: Path) -> None:
     """It has the bits of the sequential one, its class is in config and checkpoint, and a wrong one is refused."""
-    sequential, backwards = (train(tmp_path, FedAvg(Small()), engine) for engine in ("sequential", Backwards))  # type: ignore[arg-type]
-    assert torch.equal(sequential.server.w, backwards.server.w)
+    sequential, custom = (train(tmp_path, FedAvg(Small()), engine) for engine in ("sequential", Backwards))  # type: ignore[arg-type]
+    assert torch.equal(sequential.server.w, custom.server.w)
     path = f"{__name__}.Backwards"
-    assert (
-        backwards.engine_name == backwards.config["trainer"]["engine"] == path and type(backwards.engine) is Backwards
-    )
+    assert custom.engine_name == custom.config["trainer"]["engine"] == path and type(custom.engine) is Backwards
     reference = train(tmp_path, FedAvg(Small()), "sequential", max_rounds=4)
     options: dict[str, Any] = {"clients_per_round": 4, "precision": "64-true", "accelerator": "cpu", "max_rounds": 4}
     for engine in (Backwards, "auto"):  # that of the checkpoint
         trainer = FederatedTrainer(engine=engine, default_root_dir=str(tmp_path), **options)
-        resumed = trainer.fit(FedAvg(Small()), data(4), str(backwards.folder.last))
+        resumed = trainer.fit(FedAvg(Small()), data(4), str(custom.folder.last))
         assert torch.equal(resumed.server.w, reference.server.w) and type(resumed.engine) is Backwards
     with pytest.raises(UserError, match=r"trainer.engine = backwards: FedAvg gives .* something else"):
         train(tmp_path, FedAvg(Small()), Wrong)  # type: ignore[arg-type]

@@ -630,7 +630,7 @@ class HeavyBall(ServerUpdate):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sequential", "graphed"])
 def test_what_the_server_s_parts_keep_is_a_warning(name: str, tmp_path: Path) -> None:
-    attributes = {
+    fields = {
         "tensor": "v",
         "in place": "v",
         "list": "all",
@@ -639,11 +639,10 @@ def test_what_the_server_s_parts_keep_is_a_warning(name: str, tmp_path: Path) ->
         "entries": "(window|means)",
         "object": "n",
     }
-    for where, attribute in attributes.items():
+    for where, field in fields.items():
         objective = FedAvg(net=Small(), server_update=HeavyBall(where))
         with pytest.warns(
-            UserWarning,
-            match=rf"(HeavyBall|Memory) sets self\.{attribute} in the server's step: a resumed run lacks it",
+            UserWarning, match=rf"(HeavyBall|Memory) sets self\.{field} in the server's step: a resumed run lacks it"
         ):
             train(tmp_path, objective, name, max_rounds=3)
     with warnings.catch_warnings():

@@ -69,13 +69,11 @@ def train(
     """Four clients whose tasks take this long: of N samples for SGD, three times the forward passes."""
     torch.manual_seed(0)
     ckpt_path = options.pop("ckpt_path", None)
-    model_options = {
-        key: options.pop(key) for key in ("parts", "server_update", "optimizer", "buffers") if key in options
-    }
+    settings = {key: options.pop(key) for key in ("parts", "server_update", "optimizer", "buffers") if key in options}
     batch_size, steps = options.pop("batch_size", None), options.get("local_steps", 1)
     net = options.pop("net", nn.Linear(2, 3)).double()
     samples = N if batch_size is None else batch_size * steps
-    model = kind(net, **({"optimizer": SGD(lr=0.5)} | model_options))
+    model = kind(net, **({"optimizer": SGD(lr=0.5)} | settings))
     forward, backward = contract_of(model)[0].passes
     rows = [f"{k},{d / (samples * (forward + 2 * backward))!r},1e30,1e30,0" for k, d in enumerate(durations)]
     (folder / "devices.csv").write_text("\n".join(["device,sec_per_sample,down_mbps,up_mbps,latency_s", *rows]))

@@ -218,8 +218,6 @@ def test_nothing_of_lightnings_is_shown(
         folder = run("centralized", "--trainer.max_rounds=1", root=tmp_path / "runs", model="FedSAM")
     assert capsys.readouterr() == (f"results: {folder}\n", "")
     assert not [record for record in caplog.records if record.name.startswith("lightning")]
-    visible = [
-        warning for warning in shown if not issubclass(warning.category, DeprecationWarning)
-    ]  # Python hides those
-    assert not [str(warning.message) for warning in visible if "lightning/" in warning.filename]
+    seen = [warning for warning in shown if not issubclass(warning.category, DeprecationWarning)]  # Python hides those
+    assert not [str(warning.message) for warning in seen if "lightning/" in warning.filename]
     assert [logging.getLogger(name).level for name in LOGGERS] == before

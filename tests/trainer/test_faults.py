@@ -306,10 +306,8 @@ def test_a_refused_client(golden: Golden, capsys: pytest.CaptureFixture[str]) ->
     losses = [record.local[-1][k].loss for k in others]
     assert fit.metrics["client/train/loss"] == pytest.approx(float(torch.stack(losses).mean()))
     assert read(fit.folder.path) == {wrong: (0, 0, 6)}
-    lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
-    assert lines == [
-        f"round 1: not finite and left out: client {wrong} (each is named once; counts are in clients.csv)"
-    ]
+    said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert said == [f"round 1: not finite and left out: client {wrong} (each is named once; counts are in clients.csv)"]
 
 
 class Uneven(SCAFFOLD):
@@ -465,13 +463,8 @@ def test_two_processes(deterministic: bool, tmp_path: Path) -> None:
     args = [*ARGS, "--trainer.sampler=ReplaySampler", "--trainer.sampler.rounds=[[0,1,2],[3],[0],[4,5],[2]]"]
     args += ["--trainer.faults.available=[[0,1,2,3,4,5],[0]]", f"--trainer.deterministic={deterministic}"]
     one = run("fit", *args, root=tmp_path / "one", model="SCAFFOLD")
-    ddp_args = [
-        *args,
-        "--trainer.devices=2",
-        "--trainer.strategy=ddp",
-        f"--trainer.default_root_dir={tmp_path / 'two'}",
-    ]
-    with group(2, "fit", "--model=SCAFFOLD", *DIGITS, *ddp_args, cwd=tmp_path) as children:
+    ddp = [*args, "--trainer.devices=2", "--trainer.strategy=ddp", f"--trainer.default_root_dir={tmp_path / 'two'}"]
+    with group(2, "fit", "--model=SCAFFOLD", *DIGITS, *ddp, cwd=tmp_path) as children:
         ended(children)
     two = newest(tmp_path / "two")
     assert read(two) == read(one) != {}

@@ -331,10 +331,7 @@ def test_centralized(name: str, tmp_path: Path) -> None:
     for _ in range(4):
         centralized.step(closure)
     model = build("keep")
-    w, memory = (
-        flat.vector(model.net),
-        State.initial(model.optimizer.named_state, *[flat.vector(model.net)] * 2),
-    )
+    w, memory = flat.vector(model.net), State.initial(model.optimizer.named_state, *[flat.vector(model.net)] * 2)
     for _ in range(4):
         flat.load(model.net, w)
         loss = F.cross_entropy(model.net(x.view(20, 8, 8)), y)

@@ -250,10 +250,8 @@ def test_wandb_run_goes_on_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixtu
     args = ["--trainer.loggers+=fl_lightning.WandbLogger", "--trainer.eval_every=1"]
     folder = run("fit", *args, root=tmp_path)
     first = Log.read(folder)
-    resumed = run(
-        "fit", *args, "--trainer.max_rounds=4", "--model.optimizer.lr=1e-9", "--ckpt_path=last", root=tmp_path
-    )
-    assert resumed == folder
+    again = run("fit", *args, "--trainer.max_rounds=4", "--model.optimizer.lr=1e-9", "--ckpt_path=last", root=tmp_path)
+    assert again == folder
     second, accuracy = Log.read(folder), read_metrics(folder / "metrics.csv")["server/test/acc"]
     assert second.run.run_id == first.run.run_id and [row["round"] for row in second.history] == [3, 4]
     assert second.summary["server/test/acc"] == {"max": max(v for _, v in accuracy), "last": accuracy[-1][1]}

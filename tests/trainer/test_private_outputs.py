@@ -87,10 +87,8 @@ def of_parts() -> Iterator[Row]:
     plain, groups = state(), dict[Any, list[str]]()
     for name, options in PARTS.items():
         try:
-            added = [
-                [n for n in after if n not in before] for after, before in zip(state(**options), plain, strict=True)
-            ]
-            noised, clients = listed(dict.fromkeys([*added[0], *added[1]])), listed(added[2])
+            new = [[n for n in after if n not in before] for after, before in zip(state(**options), plain, strict=True)]
+            noised, clients = listed(dict.fromkeys([*new[0], *new[1]])), listed(new[2])
             key = noised or "-", f"of the clients {clients}" if clients else "-"
         except UserError:
             key = "-", "refused"

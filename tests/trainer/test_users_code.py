@@ -42,10 +42,8 @@ def trainer(root: Path, *callbacks: Callback, **options: Any) -> FederatedTraine
     return FederatedTrainer(callbacks=[*callbacks], default_root_dir=str(root), **fixed, **(defaults | options))
 
 
-def fit(
-    model: fl.LocalObjective, root: Path, *callbacks: Callback, arrays: Arrays | None = None, **options: Any
-) -> Run:
-    return trainer(root, *callbacks, **options).fit(model, arrays or data())
+def fit(model: fl.LocalObjective, root: Path, *callbacks: Callback, arrays: Arrays | None = None, **more: Any) -> Run:
+    return trainer(root, *callbacks, **more).fit(model, arrays or data())
 
 
 # Hooks that change tensors in place
