@@ -50,7 +50,7 @@ class Small(nn.Sequential):
 @pytest.mark.sampled(quick=48, slow=9, start=8)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_trains_what_is_not_frozen(name: str, tmp_path: Path) -> None:
-    """On every engine the same; no frozen bit changes; what goes over the wire are the trained weights."""
+    """Every engine gives the same; no frozen bit changes; what goes over the wire are the trained weights."""
 
     def objective() -> LocalObjective:
         optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0)
@@ -144,7 +144,7 @@ def test_merged_weights_of_a_layer_that_another_one_shares(target: str) -> None:
 
 @pytest.mark.slow
 def test_curvature_by_layer_and_in_the_merged_space(tmp_path: Path) -> None:
-    """Blocks of dense Hessians: of the factors, and of a net without adapters and with the weights W + 8 B A."""
+    """Dense Hessians have the same blocks: of the factors, and of a net without adapters with weights W + 8 B A."""
     options: dict[str, Any] = {"samples": None, "tol": 1e-7, "iterations": 300}
     measures = [LambdaMax(by_layer=True, **options), LambdaMax(merged=True, **options)]
     measures.append(LambdaMax(by_layer=True, merged=True, parameters=["blocks.*"], **options))
@@ -342,7 +342,7 @@ def test_statistics_of_trained_modules_follow_the_policy(policy: Any, tmp_path: 
 
 
 def test_a_frozen_norm_computes_what_it_did() -> None:
-    """Also where evaluation takes the statistics of each batch."""
+    """It does also where evaluation takes the statistics of each batch."""
     torch.manual_seed(0)
     norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
     net, x = nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.Flatten(), nn.Linear(64, 3)), torch.randn(9, 2, 6, 6) * 3 + 1
@@ -401,7 +401,7 @@ def test_refused(make: Any, message: str) -> None:
 
 
 def test_pretrained_weights(tmp_path: Path) -> None:
-    """The body of a file; a trained head that is not there, or of another shape, keeps its initial weights."""
+    """The body is that of a file; a trained head that is not there, or of another shape, keeps its initial weights."""
     body, path = Small(), str(tmp_path / "body.pt")
     with torch.no_grad():
         body[1].weight += 1

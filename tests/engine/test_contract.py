@@ -100,7 +100,7 @@ def test_a_setting_of_the_optimizer_is_in_checkpoints(tmp_path: Path) -> None:
 
 
 def test_what_it_shows_by_phase() -> None:
-    """Of a part whose clients also train alone, with SAM in the round; of two phases; of an upload that is shorter."""
+    """It shows a part whose clients also train alone, with SAM in the round; two phases; an upload that is shorter."""
     d = 307
     ditto = contract_of(FedAvg(Small(), ascent=SAM(0.1), parts=[Ditto(0.1)]))
     assert [(phase, contract.passes) for phase, contract in ditto.items()] == [(1, (1, 1)), (0, (2, 2))]

@@ -109,7 +109,7 @@ def train(
 
 
 def assert_close(a: Run, b: Run) -> None:
-    """Server state, client rows and logged losses, to rounding in float64."""
+    """Server state, client rows and logged losses agree up to rounding in float64."""
     rows_a, rows_b = a.clients.rows(), b.clients.rows()
     assert rows_a.keys() == rows_b.keys()
     pairs = [(f"server.{name}", a.server[name], b.server[name]) for name in a.server]
@@ -122,7 +122,7 @@ def assert_close(a: Run, b: Run) -> None:
 @pytest.mark.sampled(quick=22, slow=4, start=1)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
-    """Unequal numbers of steps and samples, momentum, weight decay, clipping, augmentation, a decaying lr."""
+    """Steps and samples differ; momentum, weight decay, clipping, augmentation and a decaying lr are on."""
 
     def objective() -> LocalObjective:
         optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
@@ -351,7 +351,7 @@ class EndDraws(LocalObjective):
 
 
 def test_the_global_generator_is_seeded_on_sequential(tmp_path: Path) -> None:
-    """And left as it was."""
+    """It is left as it was."""
     runs = []
     for _ in range(2):
         net, before = Small(), torch.manual_seed(len(runs)).get_state()
@@ -391,7 +391,7 @@ def test_the_check_sees_mistakes_at_any_learning_rate(lr: float, tmp_path: Path)
 
 
 def test_a_process_without_a_client_compares_nothing(tmp_path: Path) -> None:
-    """As the second of two processes in a first round with one client."""
+    """Such is the second of two processes in a first round with one client."""
     engine = train(tmp_path, FedAvg(Small()), "batched", max_rounds=1).engine
     check(engine, engine, [])
 
@@ -483,7 +483,7 @@ def test_an_upload_may_be_a_known_vector_but_for_rounding(seed: int, tmp_path: P
 
 
 def test_blocks_hold_clients_of_like_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sorted stably, so clients of equal length stay in their order; the results come in the cohort's."""
+    """They are sorted stably: clients of equal length stay in their order; the results come in the cohort's."""
     blocks: list[list[int]] = []
     trained = BatchedEngine._train_block
 
@@ -521,7 +521,7 @@ def test_out_of_memory_halves_what_was_at_work(tmp_path: Path, monkeypatch: pyte
 
 
 def test_changed_settings_stay_in_the_copy() -> None:
-    """Also those of modules, and of parts of parts."""
+    """So do those of modules, and of parts of parts."""
     optimizer = SGD(schedule=Cosine(0.1))
     objective = FedAvg(net=Small(), loss=nn.CrossEntropyLoss(label_smoothing=0.1), ascent=SAM(0.1), optimizer=optimizer)
     loss = objective.loss
@@ -610,7 +610,7 @@ class StillDropout(nn.Sequential):
 
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_modes_of_submodules_are_kept(engine: str, tmp_path: Path) -> None:
-    """In local training, for a teacher and in evaluation."""
+    """They are in local training, for a teacher and in evaluation."""
     for objective in (FedAvg(net=StillDropout()), FedGMT(net=StillDropout())):
         trained = train(tmp_path, objective, engine, max_rounds=1)
         assert [module.training for module in objective.net.modules()] == [True, True, False, True]

@@ -61,7 +61,7 @@ def numbers(owner: Any) -> dict[str, float]:
     "name", [pytest.param(n, marks=[] if n == "FedProx" else pytest.mark.slow) for n in algorithms.__all__]
 )
 def test_a_setting_changes_what_it_changes_without_the_cache(name: str, tmp_path: Path, programs: list[Any]) -> None:
-    """Each number of an algorithm and its ascent, and of each optimizer, after a run with the setting as it was."""
+    """So does each number of an algorithm, its ascent and its optimizer, after a run with the setting as it was."""
 
     def run(path: str = "", setting: str = "", value: float = 0) -> Run:
         optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
@@ -115,7 +115,7 @@ class Held(LocalObjective):
 def test_tensors_that_a_record_holds_are_inputs_of_its_code(
     make: Callable[[int], LocalObjective], tmp_path: Path, programs: list[Any]
 ) -> None:
-    """So runs share it whose frozen layers differ."""
+    """So runs whose frozen layers differ share it."""
     runs = [train(tmp_path, make(i), "graphed", compile=True, local_steps=2) for i in range(2)]
     assert len(programs) == 1
     assert not torch.equal(runs[0].server.w, runs[1].server.w)
@@ -130,7 +130,7 @@ def test_dtypes_and_steps_have_code_of_their_own(tmp_path: Path, programs: list[
 
 @pytest.mark.slow
 def test_compiled_code_is_kept_in_the_users_folder(tmp_path: Path) -> None:
-    """In one for each kind of processor. torch chooses another one when it is imported, hence a new process."""
+    """Each kind of processor has its own. torch chooses another one when it is imported, hence a new process."""
     code = "import fl_lightning; from fl_lightning.engine.replay import Compiled; Compiled(lambda x: x)\n"
     code += "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
     variables = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}

@@ -90,7 +90,7 @@ class Centered(Stepping):
 
 
 class SlightlyCentered(Stepping):
-    """A few percent of the update."""
+    """Changes the update by a few percent."""
 
     def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
         return g * (1 + 0.02 * torch.tanh(g.mean() / g.std()))
@@ -248,7 +248,7 @@ class FromStepThree(LocalObjective):
 
 
 class FromStepFour(LocalObjective):
-    """Of five."""
+    """Mixes in the fourth of five steps."""
 
     scratch_state = {"step": 0.0}
 
@@ -683,7 +683,7 @@ class RunningMean(Aggregation):
 
 
 def test_what_a_rule_keeps_is_a_warning(tmp_path: Path) -> None:
-    """Numbers as well: no checkpoint has those of a rule."""
+    """Numbers count as well: no checkpoint has those of a rule."""
     with pytest.warns(UserWarning, match=r"RunningMean sets self\.old in") as caught:
         train(tmp_path, FedAvg(net=Small()), "sequential", aggregation=RunningMean(), max_rounds=2)
     assert any("RunningMean sets self.calls in the server's step" in str(warning.message) for warning in caught)
@@ -729,7 +729,7 @@ class Changes(Callback):
 
 @pytest.mark.parametrize(("target", "at"), [("global", 1), ("net", 3)])
 def test_what_a_record_does_not_see_ends_the_run(at: int, target: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """A global of the hooks' module, or an attribute of the net: in the next round, or at the latest in the last."""
+    """A global of the hooks' module ends it in the next round, an attribute of the net at the latest in the last."""
     monkeypatch.setitem(PULL, "mu", 0.1)
     change = Changes(at, lambda x: PULL.update(mu=0.2) if target == "global" else setattr(x.net, "factor", 2.0))
     objective = Pulled(net=Dims(), optimizer=SGD(0.1))

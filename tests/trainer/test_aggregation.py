@@ -95,7 +95,7 @@ def transcription(rule: Aggregation, columns: dict[str, Any], known: dict[str, A
 
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_rules_are_those_of_the_papers(rule: Aggregation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without weights, in any order, whole and in blocks of two coordinates."""
+    """They are with and without weights, in any order, at once and in blocks of two coordinates."""
     columns, known, _ = problem()
     counts = np.array([1, 3, 2, 5, 1, 4, 2, 6, 3, 3])  # 30: a fifth is a whole number
     order = np.random.default_rng(1).permutation(CLIENTS)
@@ -113,7 +113,7 @@ def test_rules_are_those_of_the_papers(rule: Aggregation, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("rule", ROBUST, ids=name_of)
 @pytest.mark.parametrize("value", [1e4, -1e30, 1e200])
 def test_bad_clients_move_nothing_out_of_the_range_of_the_others(rule: Aggregation, value: float) -> None:
-    """Two of ten, with as many samples as the mean: the share that the rules are set to."""
+    """Two of ten are bad, with as many samples as the mean: the share that the rules are set to."""
     for seed in range(5):
         columns, known, _ = problem(seed)
         honest = {name: rows[2:] for name, rows in columns.items()}
@@ -125,7 +125,7 @@ def test_bad_clients_move_nothing_out_of_the_range_of_the_others(rule: Aggregati
 
 
 def test_clipping_bounds_what_a_client_moves_the_mean() -> None:
-    """By its weight times the norm, whatever it uploads, jointly over all names."""
+    """The bound is its weight times the norm, whatever it uploads, jointly over all names."""
     columns, known, counts = problem()
     for value in (0.0, 1e3, 1e30, 1e300):
         changed = {name: np.concatenate([np.full_like(rows[:1], value), rows[1:]]) for name, rows in columns.items()}
@@ -136,7 +136,7 @@ def test_clipping_bounds_what_a_client_moves_the_mean() -> None:
 
 @pytest.mark.parametrize("rule", [TrimmedMean(0.2), NormClipping(1e3)], ids=name_of)
 def test_a_small_client_moves_the_weighted_mean_by_a_small_part(rule: Aggregation) -> None:
-    """One with 0.6 % of the samples, from the lowest to the highest value of all: less than five times its share."""
+    """It has 0.6 % of the samples, and goes from the lowest to the highest value: less than five times its share."""
     columns, known, _ = problem(n=20)
     counts = np.array([1, *[9] * 18, 5])  # 168 samples
     ends = [{n: np.concatenate([end(r, 0)[None], r[1:]]) for n, r in columns.items()} for end in (np.min, np.max)]

@@ -161,7 +161,7 @@ def test_transcription(rule: Any, K: int, C: int, weight: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("rule", [FedBuff(2, 3, exponent=1), FedAsync(1, decay=1, concurrency=3)])
 def test_transcription_with_own_parameters_and_codes(rule: Any, tmp_path: Path) -> None:
-    """Rows of clients that train from old models; a step has no other weights."""
+    """Clients that train from old models keep their rows; a step has no other weights."""
     run = train(tmp_path, rule, rounds=16, parts=[Personal(["bias"]), Compress(rate=1 / 3)])
     w0, rows = run.clients.w0, dict[int, Any]()
     w, *_ = transcription(w0, rule.buffer or 0, 3, 16, lambda s: 1 / (1 + s), isinstance(rule, FedAsync), rows)
@@ -214,7 +214,7 @@ MINI: dict[str, Any] = {"batch_size": 2, "local_steps": 3, "sampler": UniformSam
     ],
 )
 def test_equal_speeds_and_a_full_buffer_are_rounds(kind: Any, options: Any, tmp_path: Path) -> None:
-    """To the bit, with draws of minibatches and all; the semi-synchronous server, too."""
+    """They are to the bit, draws of minibatches included; so are those of the semi-synchronous server."""
     rounds = train(tmp_path, None, kind, **MINI | options)
     rules = [FedBuff(2, 2), SemiSynchronous(MINI["durations"][0])]
     if "faults" in options or "durations" in options:  # a slot that is free is taken by another one at once
@@ -230,7 +230,7 @@ def test_equal_speeds_and_a_full_buffer_are_rounds(kind: Any, options: Any, tmp_
 
 
 def test_rules_see_the_buffer(tmp_path: Path) -> None:
-    """Not the cohorts that are drawn, nor those of over-selection."""
+    """They see neither the cohorts that are drawn nor those of over-selection."""
     assert train(tmp_path, FedBuff(5, 3), aggregation=Krum(0.1), sampler=UniformSampler(1)).rounds_done == 8
     clock = Clock(sec_per_sample=1, over_selection=2)
     trainer = FederatedTrainer(clients_per_round=2, aggregation=Krum(0.1), clock=clock, accelerator="cpu")
@@ -258,7 +258,7 @@ def test_doubled_durations_and_no_weight(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_steps_by_time(tmp_path: Path) -> None:
-    """At the first multiple of the period after an arrival, with all that has arrived until then."""
+    """A step is at the first multiple of the period after an arrival, with all that has arrived until then."""
     run = train(tmp_path, SemiSynchronous(0.75, 2), rounds=4)
     assert column(run, "clock/time_s") == [1.5, 2.25, 3.0, 4.5]
     landed = [(row["client"], round(float(row["time_s"]), 9)) for row in events(run) if row["event"] == "arrival"]

@@ -105,7 +105,7 @@ class Counts(Callback):
 
 
 def test_callbacks_of_several_trainers_begin_each_run_in_their_first_state(tmp_path: Path) -> None:
-    """As in a loop over seeds; what checkpoints do not keep is the user's own."""
+    """They do in a loop over seeds; what checkpoints do not keep is the user's own."""
     stop, counts = theirs.EarlyStopping("server/test/loss", patience=2), Counts()
     for runs in (1, 2):
         run = fit(tmp_path, stop, counts, lr=1e-30, rounds=9)
@@ -140,7 +140,7 @@ def test_a_state_that_no_checkpoint_takes_is_refused_at_once(tmp_path: Path) -> 
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_a_checkpoint_takes_can_be_read(value: Any, tmp_path: Path) -> None:
-    """And what it does not take cannot."""
+    """What it does not take cannot."""
     files.save(tmp_path / "x", {"a": [value]})
     try:
         files.check_plain("x", {"a": [value]})
@@ -232,7 +232,7 @@ def test_the_live_table_shows_the_last_rounds(rows: int, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_the_live_table_fits_the_terminal(tmp_path: Path) -> None:
-    """As many rounds as there are lines; numbers are whole; columns that do not fit are named."""
+    """It has as many rounds as there are lines; numbers are whole; columns that do not fit are named."""
     progress = Progress()
     progress.console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
     run = fit(tmp_path, progress, FlatnessMonitor(every_n_rounds=2), rounds=40)
@@ -254,7 +254,7 @@ def test_the_live_table_fits_the_terminal(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_run_is_ten_lines(tmp_path: Path) -> None:
-    """The headline with its rounds, and no protocol, which is in flatness.jsonl; TERM=dumb gets plain lines."""
+    """It has the headline with its rounds, and no protocol, which is in flatness.jsonl; TERM=dumb gets plain lines."""
     progress = Progress(min_seconds=3600)
     dumb = {"TERM": "dumb", "COLUMNS": "80"}
     progress.console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ=dumb)
@@ -290,7 +290,7 @@ class Scores(Callback):
 
 
 def test_best_checkpoint(tmp_path: Path) -> None:
-    """The best round by a metric, the best three, and a run that goes on from it as ever."""
+    """The best round by a metric, or the best three, are kept, and a run goes on from it as ever."""
     scores = Scores(3, 5, 4, float("nan"), 1, 2)
     run = fit(tmp_path, scores, Checkpoints(monitor="mine/score", mode="max"))
     names = {path.name: torch.load(path, weights_only=True)["round"] for path in run.folder.checkpoints.iterdir()}

@@ -48,7 +48,7 @@ def trainer(folder: Path, epochs: int, **options: Any) -> L.Trainer:
 
 
 class Projected(FedAvg):
-    """With the other two hooks of a local step."""
+    """Has the other two hooks of a local step."""
 
     def step_lr(self, client: Any, ctx: Any) -> float:
         return float(0.5 * ctx.lr)
@@ -84,7 +84,7 @@ def test_is_the_federation_of_one_client(golden: Golden, tmp_path: Path, kind: A
 
 
 def test_sgd_is_torch_sgd(golden: Golden, tmp_path: Path) -> None:
-    """With learning-rate decay by epoch."""
+    """So it is with learning-rate decay by epoch."""
     x, y = (torch.from_numpy(a) for a in golden.arrays[1])
     net = golden.net()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
@@ -163,7 +163,7 @@ def test_stildeam_against_its_definition(golden: Golden, tmp_path: Path) -> None
 @pytest.mark.sampled(slow=2, start=1)
 @pytest.mark.parametrize("name", ["FedAvg", "FedSAM", "FedASAM", "STildeAM"])
 def test_command_line_of_centralized(tmp_path: Path, name: str, capsys: Any) -> None:
-    """Same data, names of metrics, callbacks; SWA's average is what is evaluated."""
+    """Data, names of metrics and callbacks are the same; SWA's average is what is evaluated."""
     root = f"--trainer.default_root_dir={tmp_path}"
     common = ["--data=Digits", "--data.batch_size=32", "--trainer.max_rounds=6", root]
     monitor = ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.every_n_rounds=3"]
@@ -207,7 +207,7 @@ def test_nothing_of_lightnings_is_shown(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No tips, no warnings of a validation step without data, no advice where SLURM is; afterwards all is as before."""
+    """No tip, warning of a validation step without data or advice on SLURM is shown; afterwards all is as before."""
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.touch(0o755)

@@ -1,4 +1,4 @@
-"""Who is served: each client's evaluation by hand, by a loop over its samples, and of what the engines really train."""
+"""Evaluation by client: by hand, by a loop over its samples, and of what the engines really train."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def guesses(*client_labels: list[int]) -> Arrays:
 
 
 def test_by_hand(tmp_path: Path) -> None:
-    """Also a class that is not tested has no weight, and a client with nothing else is left out."""
+    """A class that is not tested has no weight, and a client with nothing else is left out."""
     data = guesses([0, 0, 0, 0], [0, 1], [1, 2, 2], [2])
     run = fit(tmp_path, FedAvg(Guess(), optimizer=SGD(lr=1e-9)), data, watched(), max_rounds=1)
     accuracy = [0.75, 0.625, 0.5]
@@ -241,7 +241,7 @@ class Keep(Callback):
 def test_local_models_are_those_of_the_next_round(
     algorithm: type[LocalObjective], cohort: int, engine: str, tmp_path: Path
 ) -> None:
-    """And to measure them changes nothing."""
+    """To measure them changes nothing."""
     keep, data = Keep(), digits()
     options = {"clients_per_round": cohort, "engine": engine, "max_rounds": 3}
     run = fit(tmp_path, algorithm(mlp(), optimizer=SGD(lr=0.1)), data, watched(local_models=True), keep, **options)
@@ -379,7 +379,7 @@ def test_several_seeds_as_one_program(tmp_path: Path) -> None:
 
 
 def test_the_average_is_evaluated_and_the_servers_model_is_trained_on(tmp_path: Path) -> None:
-    """A dry context, with other weights than the server's: the global scores are theirs, the local ones do not move."""
+    """In a dry context with other weights than the server's, global scores are theirs, and local ones do not change."""
     run = fit(tmp_path, FedAvg(mlp(), optimizer=SGD(lr=0.1)), digits(), max_rounds=1)
     context = MeasurementContext.between_rounds(run, [0, 1])
     a, b = (

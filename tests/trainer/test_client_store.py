@@ -139,7 +139,7 @@ def test_without_client_state_nothing_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("memory", [NONE, THREE])
 def test_undo_after_a_checkpoint(memory: float, saved: bool, tmp_path: Path) -> None:
-    """A round that breaks off while its checkpoint is written, or right after that."""
+    """A round breaks off while its checkpoint is written, or right after that."""
     store = make(tmp_path / "clients", memory)
     rows = play(store, range(6), 0)
     write(store, tmp_path / "x.ckpt")
@@ -368,7 +368,7 @@ def test_positions_are_used_again(tmp_path: Path) -> None:
 
 
 def test_positions_of_removed_checkpoints_are_used_again(tmp_path: Path) -> None:
-    """Those of a file that is replaced, too, and although a process has died in between."""
+    """So are those of a file that is replaced, although a process has died in between."""
     store = make(tmp_path)
     for t in range(60):
         play(store, [(3 * t + k) % 12 for k in range(4)], t)
@@ -384,7 +384,7 @@ def test_positions_of_removed_checkpoints_are_used_again(tmp_path: Path) -> None
 
 
 def test_kept_checkpoints_stay_whole(tmp_path: Path) -> None:
-    """Whichever checkpoint a run goes on from, and although its last one does not know the later ones."""
+    """They do, whichever checkpoint a run goes on from, although its last one does not know the later ones."""
     store, rows, kept = make(tmp_path), {}, {}
     for t in range(6):
         rows |= play(store, [t, 7], t)
@@ -412,7 +412,7 @@ def test_a_kept_checkpoint_does_not_replace_the_last_one(tmp_path: Path) -> None
 
 
 def test_an_overwritten_checkpoint_is_noticed(tmp_path: Path) -> None:
-    """A copy that the store does not know."""
+    """The store does not know the copy."""
     store = make(tmp_path)
     play(store, range(3), 0)
     write(store, tmp_path / "last.ckpt")
@@ -436,7 +436,7 @@ def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
 
 
 def test_a_restart_checks_every_row(tmp_path: Path) -> None:
-    """Also of a file with gaps, and one that is read in several parts."""
+    """It does also in a file with gaps, and in one that is read in several parts."""
     m, d = 300, 2000
     w = torch.zeros(d)
     store = ClientStore({"c": "zeros"}, w, NONE)

@@ -100,7 +100,7 @@ def file(folder: Path, **options: Any) -> Clock:
     ],
 )
 def test_seconds_by_hand(kind: Any, options: Any, passes: Any, numbers: Any, tmp_path: Path) -> None:
-    """The slowest of three clients, of which the third has the device of one of the two before."""
+    """The slowest of three clients decides; the third has the device of one of the two before."""
     clock = file(tmp_path)
     run = train(tmp_path, kind, clock, **options)
     assert run.timing is not None
@@ -171,7 +171,7 @@ def test_the_run_does_not_notice(tmp_path: Path) -> None:
 
 
 def seconds(run: Run, t: int, K: dict[int, int] | None = None) -> dict[int, float]:
-    """Of each client of a round in which all count, in the cohort's order."""
+    """Seconds of each client of a round in which all count, in the cohort's order."""
     assert run.timing is not None
     steps = {k: -(-SIZES[k] // 4) for k in run.settings.sampler(t, 3, run.seed)}
     return {k: sum(run.timing.spent(k, (K or steps)[k])) for k in steps}
@@ -228,7 +228,7 @@ def test_partial_work_until_the_deadline(tmp_path: Path) -> None:
 
 
 def test_the_first_who_are_done_count(tmp_path: Path) -> None:
-    """Of three that are drawn the first two; a round takes until the second one."""
+    """Of three that are drawn the first two count; a round takes until the second one is done."""
     clock = file(tmp_path, over_selection=1.5)
     run = train(tmp_path, SCAFFOLD, clock, rounds=2, clients_per_round=2)
     times = seconds(run, 0)
@@ -282,7 +282,7 @@ def test_fedscales_file(tmp_path: Path) -> None:
 
 
 def test_rows_count_in_their_order(tmp_path: Path) -> None:
-    """Whatever their names; blanks after commas are none of a name."""
+    """They do, whatever their names; blanks after commas are no part of a name."""
     path = tmp_path / "devices.csv"
     path.write_text("device, sec_per_sample, down_mbps, up_mbps, latency_s\n1, 0.5, 1, 1, 0\n0, 0.25, 2, 2, 0\n")
     assert read_devices(str(path), "x") == [Device(0.5, 1, 1, 0), Device(0.25, 2, 2, 0)]

@@ -102,7 +102,7 @@ def test_a_sampler_that_draws_something_else_again_is_refused(golden: Golden, tm
 @pytest.mark.sampled(quick=9, slow=2, start=1)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> None:
-    """To the bit: S of every divisor is the number of uploads that arrive."""
+    """They agree to the bit: S of every divisor is the number of uploads that arrive."""
     two_phases = getattr(algorithms, name).phases == 2
     faults = Faults(drop_before=0.3) if two_phases else Faults(drop_before=0.15, drop_after=0.15)
     failing_run, failing = golden.run(made(golden, name, averaging=SWA(start=0.3)), faults=faults)
@@ -120,28 +120,28 @@ def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> 
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(("algorithm", "slot"), DUALS)
 def test_server_slot_stays_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str) -> None:
-    """Under dropout before and after training, lateness and refusal at once."""
+    """It does under dropout before and after training, lateness and refusal at once."""
     slow = Stragglers(deadline=3, sigma=1.0)
     faults = Faults(0.1, 0.15, stragglers=slow, corrupt=Corrupt(share=0.25, each_round=True))
     model = algorithm(net=golden.net(), optimizer=WD)
-    fit, record = golden.run(model, faults=faults, sampler=ReplaySampler([[0, 1, 2, 3]] * 6), seed=1)
+    run, record = golden.run(model, faults=faults, sampler=ReplaySampler([[0, 1, 2, 3]] * 6), seed=1)
     for server, clients in zip(record.server[1:], record.client, strict=True):
         mean = sum((c[slot] for c in clients.values()), torch.zeros_like(server.w)) / 4
         torch.testing.assert_close(server[slot], mean, rtol=0, atol=1e-12)
-    assert float(fit.server[slot].norm()) > 1e-3
-    assert all(fit.state.failures[kind] for kind in ("dropped", "late", "refused"))
+    assert float(run.server[slot].norm()) > 1e-3
+    assert all(run.state.failures[kind] for kind in ("dropped", "late", "refused"))
 
 
 def test_perturbation_of_fedsmoo_is_that_of_the_accepted_clients(golden: Golden) -> None:
     """s is the direction of their mean of mu_i - s_hat_i, of length rho, under all faults at once; or it stays."""
     slow, wrong = Stragglers(deadline=3, sigma=1.0), Corrupt(share=0.25, each_round=True)
     faults = Faults(0.1, 0.15, stragglers=slow, corrupt=wrong)
-    fit, record = golden.run(FedSMOO(golden.net(), optimizer=WD), faults=faults, seed=1, **EVERYBODY)
+    run, record = golden.run(FedSMOO(golden.net(), optimizer=WD), faults=faults, seed=1, **EVERYBODY)
     for t, results in enumerate(record.local):
         accepted = [r.upload["s"] for k, r in results.items() if k not in wrong.clients(t, 4, 1)]
         expected = to_radius(torch.stack(accepted).mean(0), 0.1) if accepted else record.server[t].s
         torch.testing.assert_close(record.server[t + 1].s, expected, rtol=0, atol=1e-12)
-    assert all(fit.state.failures[kind] for kind in ("dropped", "late", "refused"))
+    assert all(run.state.failures[kind] for kind in ("dropped", "late", "refused"))
 
 
 def test_two_phases(golden: Golden) -> None:
@@ -153,7 +153,7 @@ def test_two_phases(golden: Golden) -> None:
             seen.setdefault(result.ctx.t, [set(), set()])[result.ctx.phase].add(result.client)
 
     faults = Faults(drop_after=0.3)
-    fit, _ = golden.run(NaiveFedGloSS(golden.net()), callbacks=[Watch()], faults=faults, **EVERYBODY)
+    run, _ = golden.run(NaiveFedGloSS(golden.net()), callbacks=[Watch()], faults=faults, **EVERYBODY)
     lost = 0
     for t, (first, second) in seen.items():
         for phase, clients in ((0, first), (1, second)):
@@ -162,7 +162,7 @@ def test_two_phases(golden: Golden) -> None:
         assert second <= first
         lost += len(first - second)
     assert lost > 0
-    assert sum(fit.state.failures["dropped"].values()) == 24 - sum(len(second) for _, second in seen.values())
+    assert sum(run.state.failures["dropped"].values()) == 24 - sum(len(second) for _, second in seen.values())
 
 
 def test_stragglers_take_the_steps_until_the_deadline(golden: Golden) -> None:
@@ -172,14 +172,14 @@ def test_stragglers_take_the_steps_until_the_deadline(golden: Golden) -> None:
     assert {0, 3} < set(done.values()) and len(set(speeds.values())) == 4
     for late in ("partial", "lost"):
         slow = Faults(stragglers=Stragglers(3, late, speeds=[0.2, 1.5]))  # type: ignore[arg-type]
-        fit, record = golden.run(FedNova(golden.net(), optimizer=WD), faults=slow, max_rounds=2, **EVERYBODY)
+        run, record = golden.run(FedNova(golden.net(), optimizer=WD), faults=slow, max_rounds=2, **EVERYBODY)
         counts = {k: K for k, K in done.items() if (K if late == "partial" else K == 3)}
         for results in record.local:
             assert {k: r.ctx.K for k, r in results.items()} == counts
             assert all(r.ctx.k_lr == pytest.approx(0.1 * counts[k]) for k, r in results.items())
             assert all(float(r.upload["tau"]) == counts[k] for k, r in results.items())
-        assert fit.state.failures == {"late": {k: 2 for k, K in done.items() if K < 3}}
-        assert fit.metrics["client/late"] == sum(K < 3 for K in done.values())
+        assert run.state.failures == {"late": {k: 2 for k, K in done.items() if K < 3}}
+        assert run.metrics["client/late"] == sum(K < 3 for K in done.values())
     some, K = next((k, K) for k, K in done.items() if 0 < K < 3)
     _, full = golden.run(FedAvg(golden.net(), optimizer=WD), local_steps=K, max_rounds=1, **EVERYBODY)
     slow = Faults(stragglers=Stragglers(3, speeds=[0.2, 1.5]))
@@ -188,7 +188,7 @@ def test_stragglers_take_the_steps_until_the_deadline(golden: Golden) -> None:
 
 
 def test_speeds_and_draws() -> None:
-    """Median and spread of the log-normal; the same client, the same speed; the same seed, the same fate."""
+    """Speeds are log-normal; a client keeps its speed, and a seed its draws."""
     slow = Stragglers(1, sigma=0.7)
     logs = torch.tensor([math.log(slow.speed(k, 3)) for k in range(2000)])
     assert float(logs.median()) == pytest.approx(0, abs=0.06) and float(logs.std()) == pytest.approx(0.7, abs=0.05)
@@ -208,10 +208,10 @@ def test_a_trace_of_availability(golden: Golden, tmp_path: Path) -> None:
     """It starts again after its last round; who is not there is counted as dropped, and receives nothing."""
     (tmp_path / "up.json").write_text(json.dumps([[0, 1], [], [2]]))
     faults = Faults(available=str(tmp_path / "up.json"))
-    fit, record = golden.run(FedAvg(golden.net()), faults=faults, **EVERYBODY)
+    run, record = golden.run(FedAvg(golden.net()), faults=faults, **EVERYBODY)
     assert [[*r] for r in record.local] == [[0, 1], [], [2], [0, 1], [], [2]]
-    assert fit.state.failures == {"dropped": {0: 4, 1: 4, 2: 4, 3: 6}}
-    assert fit.metrics["comm/total_bits"] == 6 * 2 * fit.objective.flat.d * 64
+    assert run.state.failures == {"dropped": {0: 4, 1: 4, 2: 4, 3: 6}}
+    assert run.metrics["comm/total_bits"] == 6 * 2 * run.objective.flat.d * 64
 
 
 def test_what_goes_over_the_wire(golden: Golden) -> None:
@@ -222,12 +222,12 @@ def test_what_goes_over_the_wire(golden: Golden) -> None:
         (Faults(drop_after=0.5), 0, 1),
         (Faults(stragglers=Stragglers(1.5, "lost", speeds=[0.5, 4])), 0, 1),
     ):
-        fit, record = golden.run(SCAFFOLD(golden.net()), faults=faults, **EVERYBODY)
+        run, record = golden.run(SCAFFOLD(golden.net()), faults=faults, **EVERYBODY)
         answers = sum(map(len, record.local))
         assert 0 < answers < 24
         received = answers if down else 24
-        assert fit.metrics["comm/total_bits"] == (2 * received + 2 * up * answers) * d * 64
-        assert fit.metrics["comm/transmissions"] == pytest.approx((2 * received + 2 * answers) / 4)
+        assert run.metrics["comm/total_bits"] == (2 * received + 2 * up * answers) * d * 64
+        assert run.metrics["comm/transmissions"] == pytest.approx((2 * received + 2 * answers) / 4)
 
 
 # A round in which nobody answers
@@ -238,14 +238,14 @@ def test_nobody_answers(golden: Golden) -> None:
     for average in (SWA(start=1), EMA(0.5)):
         faults = Faults(available=[[0, 1, 2, 3], [], [], [0, 1, 2, 3], [0, 1], [2]])
         model = FedDyn(golden.net(), optimizer=WD, averaging=average)
-        fit, record = golden.run(model, faults=faults, eval_every=3, callbacks=[Checkpoints()], **EVERYBODY)
+        run, record = golden.run(model, faults=faults, eval_every=3, callbacks=[Checkpoints()], **EVERYBODY)
         for t in (1, 2):
             assert_same(record.server[t + 1], record.server[t])
             assert record.client[t].keys() == record.client[0].keys()
             for k, row in record.client[t].items():
                 assert_same(row, record.client[0][k])
-        assert all(s.finite() for s in record.server) and fit.rounds_done == 6
-        logged = metrics(fit.folder.path)
+        assert all(s.finite() for s in record.server) and run.rounds_done == 6
+        logged = metrics(run.folder.path)
         assert [t for t, _ in logged["client/train/loss"]] == [1, 4, 5, 6]
         assert [t for t, _ in logged["server/test/acc"]] == [3, 6]
         assert [n for _, n in logged["client/dropped"]] == [0, 4, 4, 0, 2, 3]
@@ -272,7 +272,7 @@ def test_engines(engine: str, golden: Golden) -> None:
 
 @pytest.mark.parametrize("kind", ["sign_flip", "scale", "noise"])
 def test_corrupted_upload(golden: Golden, kind: Any) -> None:
-    """About the received model, an update about zero; the client keeps its own state."""
+    """A model is changed about the received one, an update about zero; the client keeps its own state."""
     faults = bad(kind, factor=2.0)
     (wrong,) = faults.corrupt.clients(0, 4, 0)  # type: ignore[union-attr]
     options: dict[str, Any] = {**EVERYBODY, "max_rounds": 1}
@@ -298,14 +298,14 @@ def test_a_refused_client(golden: Golden, capsys: pytest.CaptureFixture[str]) ->
     """It is in no average and not in the loss, is named once, and counted; its row stays."""
     faults = bad("nan")
     (wrong,) = faults.corrupt.clients(0, 4, 0)  # type: ignore[union-attr]
-    fit, record = golden.run(SCAFFOLD(golden.net(), optimizer=WD), faults=faults, **EVERYBODY)
+    run, record = golden.run(SCAFFOLD(golden.net(), optimizer=WD), faults=faults, **EVERYBODY)
     others = [k for k in range(4) if k != wrong]
     _, without = golden.run(SCAFFOLD(golden.net(), optimizer=WD), sampler=ReplaySampler([others] * 6))
     assert torch.equal(record.server[-1].w, without.server[-1].w)
     assert wrong not in record.client[-1]
     losses = [record.local[-1][k].loss for k in others]
-    assert fit.metrics["client/train/loss"] == pytest.approx(float(torch.stack(losses).mean()))
-    assert read(fit.folder.path) == {wrong: (0, 0, 6)}
+    assert run.metrics["client/train/loss"] == pytest.approx(float(torch.stack(losses).mean()))
+    assert read(run.folder.path) == {wrong: (0, 0, 6)}
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert said == [f"round 1: not finite and left out: client {wrong} (each is named once; counts are in clients.csv)"]
 
@@ -342,7 +342,7 @@ class Explodes(SCAFFOLD):
 
 
 def test_divergence_is_explained(golden: Golden) -> None:
-    """Round, clients, entry, parameter, and the norms that led there."""
+    """The message has round, clients, entry, parameter, and the norms that led there."""
     says = (
         r"round 3: every upload is not finite \(client 0: delta_c, first in fc2.bias; client 1: delta_c, .*; "
         r"client 2: .*; \.\.\.\), training has diverged; in the last rounds: .*‖c‖ [\d.e-]+ → [\d.e-]+.*; lower model"
@@ -355,9 +355,9 @@ def test_divergence_is_explained(golden: Golden) -> None:
 
 
 def test_run_goes_on_after_divergence(golden: Golden) -> None:
-    fit, record = golden.run(Explodes(golden.net()), on_divergence="continue", **EVERYBODY)
+    run, record = golden.run(Explodes(golden.net()), on_divergence="continue", **EVERYBODY)
     assert_same(record.server[3], record.server[2])
-    logged = metrics(fit.folder.path)
+    logged = metrics(run.folder.path)
     assert [n for _, n in logged["client/diverged"]] == [0, 0, 1, 1, 1, 1]
     assert [n for _, n in logged["client/refused"]] == [0, 0, 4, 0, 0, 0]
     assert [t for t, _ in logged["client/train/loss"]] == [1, 2, 4, 5, 6]
@@ -459,7 +459,7 @@ def test_kill_9(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_two_processes(deterministic: bool, tmp_path: Path) -> None:
-    """Also where a process, or the cohort, has no client."""
+    """They agree also where a process, or the cohort, has no client."""
     args = [*ARGS, "--trainer.sampler=ReplaySampler", "--trainer.sampler.rounds=[[0,1,2],[3],[0],[4,5],[2]]"]
     args += ["--trainer.faults.available=[[0,1,2,3,4,5],[0]]", f"--trainer.deterministic={deterministic}"]
     one = run("fit", *args, root=tmp_path / "one", model="SCAFFOLD")

@@ -111,7 +111,7 @@ def test_two_machines(two_machines: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_wrong_interface_ends_both_machines(two_machines: list[str], tmp_path: Path) -> None:
-    """In a line of each, and without waiting for each other."""
+    """Each prints a line, and waits for no other."""
     outputs = on_two(two_machines, tmp_path, 1, **dict.fromkeys(environment.INTERFACES, "none0"))
     for number, (_, text) in enumerate(outputs):
         lines = [line for line in text.splitlines() if line.startswith("error")]

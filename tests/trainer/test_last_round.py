@@ -79,7 +79,7 @@ class StopAt(Callback):
 
 
 def measured(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What the last of the rounds done must have, of evaluation and flatness."""
+    """What the last round that was done must have of evaluation and flatness."""
     columns = metrics(folder)
     return {name: values[-1:] for name, values in columns.items() if name.startswith(("server/", "flatness/"))}
 
@@ -107,7 +107,7 @@ class Late(Callback):
 
 @pytest.mark.parametrize("how", ["callback", "logged", "early stopping", "time"])
 def test_the_last_round_of_a_stopped_run_is_that_of_a_run_of_so_many_rounds(how: str, tmp_path: Path) -> None:
-    """Model, clients and all that is measured, to the bit: local models and the pseudo-gradient, too."""
+    """Model, clients and all that is measured agree to the bit: local models and the pseudo-gradient, too."""
     stopped = stopping(how, tmp_path / "stopped").fit(model(), data())
     best = Checkpoints(every_n_rounds=5, monitor="server/test/acc")
     reference = trainer(tmp_path / "whole", monitor(), best, max_rounds=LAST).fit(model(), data())
@@ -220,7 +220,7 @@ class Mine(Callback):
 
 @pytest.mark.slow
 def test_a_second_run_of_a_trainer_is_as_the_first(tmp_path: Path) -> None:
-    """With every callback of the package, Lightning's, and a user's; the second run is worse, and stops later."""
+    """It has callbacks of the package, Lightning's, and a user's; the second run is worse, and stops later."""
     mine, record = Mine(), Trajectory()
     best = Checkpoints(every_n_rounds=2, monitor="server/test/acc", save_top_k=2)
     stop = theirs.EarlyStopping("server/test/loss", patience=2)
@@ -275,7 +275,7 @@ def test_the_rounds_that_a_run_needs(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_end_fails_is_closed(tmp_path: Path) -> None:
-    """In parallel runs as alone: its lock is released, its callbacks hear of the error, and so do the other runs."""
+    """In parallel runs, too, its lock is released, and its callbacks hear of the error, as do the other runs."""
 
     class Fails(Callback):
         def __init__(self) -> None:

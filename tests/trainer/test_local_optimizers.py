@@ -53,7 +53,7 @@ ENGINES = ["sequential", "batched", "graphed"]
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("name", ["FedAvg", "FedSAM", "FedDyn", "FedSWA"])
 def test_sgd_of_torch_is_sgd(name: str, tmp_path: Path) -> None:
-    """With momentum, weight decay, clipping and schedules; FedSWA's learning rate falls from step to step."""
+    """So it is with momentum, weight decay, clipping and schedules; FedSWA's learning rate falls from step to step."""
     shared: dict[str, Any] = {"lr": 0.05, "clip": 1.0, "lr_decay": 0.9, "schedule": Cosine(0.1)}
     ours = SGD(momentum=0.9, weight_decay=1e-3, **shared)
     theirs = TorchOptimizer("SGD", options={"momentum": 0.9, "weight_decay": 1e-3}, **shared)
@@ -85,7 +85,7 @@ def test_an_optimizer_that_replaces_its_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_adamw_is_that_of_torch(tmp_path: Path) -> None:
-    """Whole rounds with clipping and schedules, on all engines."""
+    """Whole rounds agree, with clipping and schedules, on all engines."""
     shared: dict[str, Any] = {"lr": 0.01, "clip": 1.0, "lr_decay": 0.9, "schedule": Cosine(0.1)}
     options = {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
     theirs = train(
@@ -176,7 +176,7 @@ def test_written_out(name: str, state: str, engine: str, golden: Golden, tmp_pat
         max_rounds=3, precision="64-true", engine=engine, sampler=ReplaySampler(schedule), local_steps=3,
         accelerator="cpu", threads=1, enable_progress_bar=False, default_root_dir=str(tmp_path),
     )  # fmt: skip
-    fit = trainer.fit(objective, Arrays(client_arrays=arrays, test=arrays[0], batch_size=None))
+    run = trainer.fit(objective, Arrays(client_arrays=arrays, test=arrays[0], batch_size=None))
 
     flat, kept = FlatSpec(net), dict[int, dict[str, Tensor]]()
 
@@ -196,13 +196,13 @@ def test_written_out(name: str, state: str, engine: str, golden: Golden, tmp_pat
                 v = written(v, gradient(v + 0.05 * g / g.norm(), x, y), memory, flat)
             local.append(v * len(y))
         w = torch.stack(local).sum(0) / sum(len(arrays[k][1]) for k in cohort)
-    torch.testing.assert_close(fit.server.w, w, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(run.server.w, w, rtol=1e-9, atol=1e-11)
     names = {"Lion": {"Lion.momentum"}, "Muon": {"Muon.first", "Muon.second", "Muon.count"}}[name]
-    assert set(fit.clients.get(1, w, {})) == (names if state == "keep" else set())
+    assert set(run.clients.get(1, w, {})) == (names if state == "keep" else set())
 
 
 def test_muon_is_that_of_torch() -> None:
-    """Which iterates in bfloat16."""
+    """torch iterates in bfloat16."""
     u = torch.randn(5, 12, generator=generator(0, "u"))
     w, flat = torch.zeros(60), FlatSpec(nn.Linear(12, 5, bias=False))
     memory, ctx = State({"first": w, "second": w, "count": w[:1]}), ClientContext(0, 1, 1, flat)
@@ -271,7 +271,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("kept", ["reset", "keep"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_optimizer_of_ones_own_resumes_to_the_same_bits(engine: str, kept: str, folder: Path) -> None:
-    """By its dotted path, with rows on disk; on all engines it gives the same."""
+    """It is named by its dotted path, and has rows on disk; on all engines it gives the same."""
     args = ["--model.optimizer=mine.Slowing", "--model.optimizer.lr=0.05", f"--model.optimizer.state={kept}"]
     args += [f"--trainer.engine={engine}", "--trainer.client_memory=0"]
     reference = run("fit", *args, "--trainer.max_rounds=4", root=folder / "whole")

@@ -73,7 +73,7 @@ def of_tensorboard(folder: Path) -> Held:
 
 @pytest.mark.slow
 def test_tensorboard_holds_what_the_csv_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its short name; the resumed run goes on in the same place. Nothing is left in the working folder."""
+    """Its short name is given; the resumed run goes on in the same place. Nothing is left in the working folder."""
     args = ["--trainer.loggers=tensorboard", "--trainer.callbacks+=Curves"]
     args += ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.metrics=[ClientEvaluation]"]
     before = {*Path().iterdir()}
@@ -109,7 +109,7 @@ def test_rounds_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
 
 
 def test_a_logger_of_lightning_gets_metrics_and_settings(tmp_path: Path) -> None:
-    """By its path, as MLflow's, Comet's and Neptune's."""
+    """It is given by its path, as MLflow's, Comet's and Neptune's are."""
     logger = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": str(tmp_path), "name": "own"},
@@ -124,7 +124,7 @@ def test_a_logger_of_lightning_gets_metrics_and_settings(tmp_path: Path) -> None
 
 
 def test_tensorboard_reads_it(tmp_path: Path) -> None:
-    """TensorBoard itself: one run with each round once, and the settings."""
+    """TensorBoard itself finds one run, with each round once."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
@@ -150,7 +150,7 @@ def test_pixels_of_a_file(name: str, tmp_path: Path) -> None:
 
 
 def test_a_column_that_comes_later_keeps_the_others(tmp_path: Path) -> None:
-    """Whatever their names are."""
+    """It does, whatever their names are."""
     logger = CSVLogger()
     logger.start(tmp_path, {}, 0, ABOUT)
     for step, names in enumerate((["@1"], ["@1", "-x"], ["=y"]), 1):

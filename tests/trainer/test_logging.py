@@ -148,7 +148,7 @@ class Log:
 
     @classmethod
     def read(cls, folder: Path) -> Log:
-        """Of the newest W&B run in a run folder; W&B's own process writes the file, and may need a moment."""
+        """Reads the newest W&B run in a run folder; W&B's own process writes the file, and may need a moment."""
         path = max(folder.glob("wandb/offline-run-*"), key=lambda run: run.name)
         for _ in range(100):
             log = cls()
@@ -218,7 +218,7 @@ KINDS = ("histogram", "table-file", "image-file")
 
 
 def test_wandb_knows_the_best_values_and_the_headline(logged: Path) -> None:
-    """By the direction of each metric; the headline is that of summary.json, and a metric of every evaluation."""
+    """The direction of each metric decides; the headline is that of summary.json, and a metric of every evaluation."""
     log, columns = Log.read(logged), read_metrics(logged / "metrics.csv")
     assert log.metrics["*"] == ("round", set())
     assert log.metrics["server/test/acc"] == ("round", {"max", "last"})
@@ -233,7 +233,7 @@ def test_wandb_knows_the_best_values_and_the_headline(logged: Path) -> None:
 
 
 def test_wandb_keeps_config_and_checkpoints(logged: Path) -> None:
-    """As in the run folder, so that a downloaded artifact is one."""
+    """They lie as in the run folder, so that a downloaded artifact is one."""
     artifacts = [artifact for artifact in Log.read(logged).artifacts if artifact[0] in ("config", "model")]
     assert artifacts == [
         ("config", ["last", "latest"], ["config.yaml"]),
@@ -246,7 +246,7 @@ def test_wandb_keeps_config_and_checkpoints(logged: Path) -> None:
 
 @pytest.mark.slow
 def test_wandb_run_goes_on_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a resumption with the best value of the whole run; group and tags by default; nothing on the console."""
+    """A resumption keeps the best value of the whole run; group and tags have defaults; the console shows nothing."""
     args = ["--trainer.loggers+=fl_lightning.WandbLogger", "--trainer.eval_every=1"]
     folder = run("fit", *args, root=tmp_path)
     first = Log.read(folder)
@@ -298,7 +298,7 @@ def test_a_run_without_wandb_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.long
 def test_the_quickstart_where_wandb_is_not_installed(tmp_path: Path) -> None:
-    """In a process that finds all packages but wandb, and, beside its runs, the folder of those of W&B."""
+    """The process finds all packages but wandb, and, beside its runs, the folder of those of W&B."""
     site = tmp_path / "site"
     site.mkdir()
     for package in Path(torch.__file__).parents[1].iterdir():

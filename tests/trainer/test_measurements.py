@@ -139,7 +139,7 @@ def test_angles() -> None:
 
 
 class DryRounds(Callback):
-    """Before every round: what it will come to."""
+    """Computes before every round what it will come to."""
 
     def __init__(self) -> None:
         self.promised: list[dict[str, Tensor]] = []
@@ -234,7 +234,7 @@ def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective
 
 
 def test_updates(tmp_path: Path) -> None:
-    """Against the models themselves."""
+    """The models themselves give the same numbers."""
     models: list[tuple[Tensor, dict[int, tuple[Tensor, int]], Tensor]] = []
 
     class Keep(Callback):
@@ -346,7 +346,7 @@ def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, whole: Pa
 
 
 def test_measures_of_operators_and_groups(tmp_path: Path) -> None:
-    """Each number has a name of its own, says in its protocol what it is of, and is that of the function."""
+    """Each number has a name of its own, says in its protocol what it measures, and is that of the function."""
     group = {"parameters": ["*.bias"]}
     measures: list[Measure] = [
         LambdaMax(200, tol=1e-8),
@@ -443,7 +443,7 @@ def test_an_interrupted_measure_holds_what_it_has(measure: Measure, tmp_path: Pa
 
 
 def test_a_ratio_to_zero_is_undefined() -> None:
-    """Of a Hessian of rank 1, and of zero: with a word in its protocol, nothing in the log, no number of rounding."""
+    """So it is for a Hessian of rank 1, and for zero: its protocol says so, and the log holds no rounding error."""
     v = torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0, 0.1], dtype=torch.float64)
     for a in (torch.outer(v, v), torch.zeros(6, 6, dtype=torch.float64)):
         for matrix in (a, a.float()):
@@ -503,7 +503,7 @@ def ckpt(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Path) -> None:
-    """lambda_max of the round of the checkpoint; local models are those of the round to come."""
+    """lambda_max is that of the checkpoint's round; local models are those of the round to come."""
     args = [f"--metrics={MEASURED}", f"--out={tmp_path}", "--trainer.max_rounds=3"]
     cli("flatness", "--ckpt_path", ckpt(runs["a"]), *args)
     report = json.loads((tmp_path / "flatness.json").read_text())
@@ -527,7 +527,7 @@ def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Pa
 
 @pytest.mark.slow
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    """In flatness.jsonl and in flatness.json, and they are read."""
+    """It is so in flatness.jsonl and in flatness.json, and both can be read."""
     init_args = "{samples: 20, k: 2}"
     setting = f"=[{{class_path: Spectrum, init_args: {init_args}}}]"
     args = ["--trainer.max_rounds=1", "--trainer.callbacks+=FlatnessMonitor", f"--trainer.callbacks.metrics{setting}"]
@@ -543,7 +543,7 @@ FISHER = "{class_path: LambdaMax, init_args: {samples: 100, tol: 1.0e-6, operato
 
 @pytest.mark.slow
 def test_flatness_on_processes(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Two share the samples and the clients."""
+    """Two processes share the samples and the clients."""
     several = f"[{FISHER}, {MEASURED[1:]}"
     args = ["flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics={several}", f"--out={tmp_path}"]
     with group(2, *args, "--trainer.devices=2", "--trainer.strategy=ddp", cwd=tmp_path) as children:
@@ -558,7 +558,7 @@ def test_flatness_on_processes(runs: dict[str, Path], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_flatness_of_another_matrix(runs: dict[str, Path], tmp_path: Path) -> None:
-    """As a setting of each measure; figures have the names of their numbers."""
+    """It is a setting of each measure; figures have the names of their numbers."""
     density = "{class_path: SpectralDensity, init_args: {probes: 2, steps: 4, samples: 50, operator: gauss_newton}}"
     cli("flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics=[{FISHER}, {density}]", f"--out={tmp_path}")
     entries = json.loads((tmp_path / "flatness.json").read_text())["measurements"]
@@ -599,7 +599,7 @@ def test_landscape(args: list[str], files: tuple[str, ...], runs: dict[str, Path
 def test_directions_of_a_surface(
     same: bool, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Normalised by each model's filters; as an option by those of the first model, the same for all."""
+    """They are normalised by each model's filters; as an option all are those of the first model."""
     directions, origins = list[Tensor](), list[Tensor]()
 
     def recorded(**options: Any) -> Any:

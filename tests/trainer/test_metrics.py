@@ -35,7 +35,7 @@ def fit(metrics: Any, folder: Path, data: Any = None, callbacks: Any = (), **par
 
 
 def test_they_are_those_of_the_whole_test_set(tmp_path: Path) -> None:
-    """By class, by path and as an object; as torchmetrics computes them from all outputs at once."""
+    """By class, by path and as objects they are what torchmetrics computes from all outputs at once."""
     macro = MulticlassF1Score(10, average="macro")
     macro.update(torch.zeros(1, 10), torch.zeros(1, dtype=torch.int64))  # what it holds does not count
     metrics = {
@@ -85,7 +85,7 @@ def numbers(folder: Path) -> Arrays:
 
 
 def test_small_values_are_good_where_the_metric_says_so(tmp_path: Path) -> None:
-    """In best checkpoints, the summary and the directions of the run folder; R2 stays large."""
+    """So it is in best checkpoints, the summary and the directions of the run folder; large R2 stays good."""
     best = Checkpoints(monitor="server/test/mae")
     parts = {"net": nn.Linear(3, 1), "loss": nn.MSELoss()}
     run = fit(["R2Score", "MeanSquaredError"], tmp_path, numbers(tmp_path), [best], **parts)
@@ -148,7 +148,7 @@ FURTHER = "--model.metrics={auc: AUROC, f1: {class_path: torchmetrics.F1Score, i
 
 @pytest.mark.slow
 def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
-    """From the command line; the config that is written reads the same again."""
+    """So it is from the command line; the config that is written is read as the same one."""
     one = run("fit", FURTHER, root=tmp_path / "one")
     args = ["fit", "--model=FedAvg", *DIGITS, FURTHER, "--trainer.strategy=ddp", "--trainer.devices=2"]
     with group(2, *args, f"--trainer.default_root_dir={tmp_path}/two", cwd=tmp_path) as children:

@@ -50,7 +50,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stream_is_a_function_of_key_and_names() -> None:
-    """In blocks, so that memory is bounded; no draw is a part of another one."""
+    """It comes in blocks, so that memory is bounded; no draw is a part of another one."""
     n = 2 * BLOCK + 5
     x = KEY.normal(n, "noise", 0, 0, "w")
     assert x.dtype == torch.float64 and x.shape == (n,)
@@ -65,7 +65,7 @@ def test_stream_is_a_function_of_key_and_names() -> None:
 
 
 def test_stream_is_normal() -> None:
-    """Its moments, and its distribution by Kolmogorov and Smirnov."""
+    """Its moments are, and its distribution by the Kolmogorov-Smirnov test."""
     x = KEY.normal(400_000, "normal").numpy()
     for power, moment, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs((x**power).mean() - moment) < 4 * (spread / len(x)) ** 0.5
@@ -103,7 +103,7 @@ def test_releases_lie_on_a_grid_that_is_the_same_for_all_data(std: float) -> Non
 
 @pytest.mark.parametrize("privacy", [GaussianPrivacy, AdaptivePrivacy])
 def test_sums_and_noise_are_on_the_grid(privacy: Any) -> None:
-    """Of a rule: each release divided by its grid's step is whole, whatever the uploads."""
+    """Each release of a rule is a whole multiple of its grid's step, whatever the uploads."""
     rule = bound(privacy(clip=1.5, noise_multiplier=0.7))
     for uploads in ([], draws(3), draws(4, 1e20, seed=1)):
         arrivals = received(uploads, clip=1.5)
@@ -185,7 +185,7 @@ def resumed(golden: Golden, folder: Path, name: str = "last", **options: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [GaussianPrivacy, AdaptivePrivacy])
 def test_newest_checkpoint_replays_its_noise(kind: Any, golden: Golden) -> None:
-    """With unchanged settings, to the bit; the key is the checkpoint's."""
+    """It does with unchanged settings, to the bit; the key is the checkpoint's."""
     privacy = kind(0.5, 1.0, delta=0.1)
     folder = broken_off(golden, 2, privacy=privacy)
     runs = [resumed(golden, folder, privacy=privacy) for _ in range(2)]
@@ -237,7 +237,7 @@ def test_another_learning_rate_has_new_noise(golden: Golden) -> None:
 def test_noise_depends_on_samples_code_and_files(
     what: str, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond the samples of the fingerprint: a sum that may be another one gets other noise."""
+    """All samples count, not those of the fingerprint alone: a sum that may differ gets other noise."""
     monkeypatch.setattr("fl_lightning.data.module.FINGERPRINTED", 0)
     monkeypatch.syspath_prepend(tmp_path)
     head, row = "device,sec_per_sample,down_mbps,up_mbps,latency_s\n", "phone,0.1,1,1,0\n"

@@ -90,7 +90,7 @@ def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 @pytest.mark.parametrize("make", [algorithms.SCAFFOLD, FedGMT, algorithms.FedGloSS])
 def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
-    """Cohorts of different sizes, too: a round's jobs change their number."""
+    """Cohorts may have different sizes: a round's jobs change their number."""
     options = {"sampler": BernoulliSampler(0.5)}
     together, alone = ([run(tmp_path / where, seed, engine, **options) for seed in (0, 1)] for where in "ab")
     objectives = [model(seed, make=make) for seed in (0, 1)]
@@ -126,7 +126,7 @@ def test_runs_of_different_length(make: Any, tmp_path: Path) -> None:
 @pytest.mark.sampled(quick=3, slow=2)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_values(engine: str, tmp_path: Path) -> None:
-    """A number of the ascent, one of the optimizer and one of the algorithm, and learning rates."""
+    """Runs may differ in numbers of ascent, optimizer and algorithm, and in learning rates."""
     numbers = [(0.05, 0.1, 0.5), (0.2, 0.05, 2.0)]
 
     def objective(rho: float, lr: float, beta: float) -> LocalObjective:
@@ -239,7 +239,7 @@ def test_a_number_that_is_not_public_is_that_of_each_run(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
-    """And what was broken off is resumed, wherever each run was."""
+    """What was broken off is resumed, wherever each run was."""
     trainers = [run(tmp_path, seed, "batched") for seed in (0, 1, 2)]
     objectives = [model(seed) for seed in (0, 1, 2)]
     objectives[1].optimizer.lr = 1e200

@@ -100,7 +100,7 @@ def release(rule: Any, arrivals: Received) -> tuple[Uploads, torch.Tensor]:
 
 
 def test_release_is_the_clipped_sum_over_a_fixed_number() -> None:
-    """By loops: one joint norm of all names, no weights, and the same divisor for any number of clients."""
+    """Loops give the same: one joint norm of all names, no weights, the same divisor for any number of clients."""
     rule = bound(GaussianPrivacy(clip=2.0, noise_multiplier=0.0))
     for n in (0, 1, 3, 7):
         arrivals = received(draws(n))
@@ -148,7 +148,7 @@ def test_sensitivity(privacy: Any) -> None:
     ids=["fixed", "adaptive", "adaptive with default"],
 )
 def test_noise_that_was_added(privacy: Any, std: float, count: float | None) -> None:
-    """Mean 0 and the stated standard deviation in every number of every name, independent between rounds and names."""
+    """It has mean 0 and the stated standard deviation in every number, and is independent between rounds and names."""
     rule, uploads, rounds = bound(privacy), draws(3), 60
     exact = release(bound(type(privacy)(1.5, noise_multiplier=0.0)), received(uploads, clip=1.5))[1]
     noise = torch.stack([release(rule, received(uploads, t, 1.5))[1] for t in range(rounds)]) - exact
@@ -291,7 +291,7 @@ def test_epsilon_of_one_release_by_hand() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("poisson", [True, False])
 def test_small_epsilons_have_a_useful_noise(poisson: bool) -> None:
-    """At most that of the mechanism without sampling; epsilon falls with the noise."""
+    """It is at most that of the mechanism without sampling; epsilon falls with the noise."""
     accountant = Accountant(m=6, size=3.0, poisson=poisson, noise=1.0, delta=1e-5, rounds=3)
     epsilons = [replace(accountant, noise=z).epsilon(3) for z in (10, 100, 1000, 10_000)]
     assert all(0 < later < before / 3 for before, later in pairwise(epsilons))
@@ -324,7 +324,7 @@ def fit(
     [NaiveFedGloSS, *(pytest.param(a, marks=SLOW) for a in (FedAvg, SCAFFOLD, FedGF, FedCM))],
 )
 def test_run_without_noise_is_the_plain_one(make: Any, golden: Golden) -> None:
-    """With a clip that nothing reaches, all cohorts of one size and as many steps for all."""
+    """The clip is one that nothing reaches, all cohorts have one size, and all clients as many steps."""
     _, plain = golden.run(make(golden.net(), weighting="uniform"), sampler=UniformSampler(2), max_rounds=5)
     _, private = fit(golden, make, GaussianPrivacy(1e6, noise_multiplier=0.0, delta=0.1))
     for a, b in zip(plain.server, private.server, strict=True):
@@ -360,7 +360,7 @@ def test_signal_to_noise(golden: Golden) -> None:
 
 @pytest.mark.slow
 def test_budget_ends_the_run(golden: Golden, capsys: Any) -> None:
-    """Before the round that would exceed it; a run that is resumed there does nothing more."""
+    """It ends before the round that would exceed it; a run that is resumed there does nothing more."""
     everyone = BernoulliSampler(1.0)
     accountant = Accountant(m=4, size=4.0, poisson=True, noise=2.0, delta=0.1)
     limit = (accountant.epsilon(3) + accountant.epsilon(4)) / 2
@@ -397,7 +397,7 @@ def test_a_round_that_diverges_in_its_first_phase_is_left_out(golden: Golden) ->
     [GaussianPrivacy(0.5, 1.0, delta=0.1, noise_seed=1), AdaptivePrivacy(0.5, 1.0, delta=0.1, noise_seed=1)],
 )
 def test_resumed_run_is_the_same(privacy: GaussianPrivacy, golden: Golden, tmp_path: Path) -> None:
-    """Noise, clip and epsilon; and with other noise it is refused, as epsilon would be wrong."""
+    """So are noise, clip and epsilon; with other noise it is refused, as epsilon would be wrong."""
     sampler = BernoulliSampler(0.4)
     reference, _ = fit(golden, NaiveFedGloSS, privacy, sampler)
     half, _ = fit(golden, NaiveFedGloSS, privacy, sampler, max_rounds=2)

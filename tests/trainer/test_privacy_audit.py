@@ -34,7 +34,7 @@ MODEL = FedAvg(nn.Linear(5, 10).double(), weighting="uniform")
 SENT = State({"w": torch.linspace(-1, 1, D, dtype=torch.float64)})
 EVERYBODY, TENTH = BernoulliSampler(1.0), BernoulliSampler(0.1, redraw=False)
 Game = Callable[[bool, int], float]
-"""The attacker's score of one run: the higher, the likelier is the canary. Of whether it is there, and a number."""
+"""The attacker's score of one run: the higher, the likelier is the canary. Takes whether it is there, and a number."""
 
 
 def least_epsilon(game: Game, games: int, threshold: float) -> float:
@@ -112,7 +112,7 @@ def knowing_the_cohort(present: bool, number: int) -> float:
 
 
 def test_reading_stays_below_epsilon() -> None:
-    """And comes near it, so that the audit has power."""
+    """It comes near it, so that the audit has power."""
     assert 0.4 * epsilon() < least_epsilon(reading, 2000, 2.0) < epsilon()
 
 
@@ -153,7 +153,7 @@ class Normed(nn.Sequential):
 
 @pytest.mark.long
 def test_audit_finds_statistics_of_the_clients_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exported statistics of BatchNorm, which the server averages with noise, or estimates without."""
+    """A run exports statistics of BatchNorm, which the server averages with noise, or estimates without."""
     x, y = np.linspace(0, 0.1, 16).reshape(4, 1, 2, 2), np.arange(4) % 2
 
     def published(buffers: Any, present: bool) -> float:

@@ -233,7 +233,7 @@ class Ends(Callback):
 def test_flatness_is_measured_in_the_same_rounds_with_the_same_models(
     ends: int, eval_every: int, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in the last round of a program, whose beginning and local models the monitor has not seen."""
+    """So it is in the last round of a program, whose beginning and local models the monitor has not seen."""
     runs = []
     for _ in range(2):
         monitor = fl.FlatnessMonitor(4, metrics=[LambdaMax(samples=99), Discrepancy(samples=99)])
@@ -473,7 +473,7 @@ class Decomposing(Part):
     "method", ["randk", *(pytest.param(name, marks=pytest.mark.slow) for name in ("topk", "qsgd", "sign"))]
 )
 def test_parts_with_bits_of_their_own(method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes, what is left out of them, and bits that depend on values."""
+    """Codes, what is left out of them, and bits that depend on values are those of single rounds."""
     runs = []
     for _ in range(2):
         parts = [Positive(), fl.Compress(method)]
@@ -502,7 +502,7 @@ def test_checkpoints_by_time_fall_between_programs(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of rounds 12 to 20 is undone."""
+    """The program of rounds 12 to 20 is undone."""
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, fl.SCAFFOLD, Rounds(fails_at=20))
     [broken] = tmp_path.glob("*/*/checkpoints/last.ckpt")

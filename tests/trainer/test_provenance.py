@@ -65,7 +65,7 @@ def test_it_draws_no_random_number(tmp_path: Path) -> None:
 
 
 def test_commit_and_changes(clone: Path, tmp_path: Path) -> None:
-    """Of the working folder; the same changes once, others beside them."""
+    """They are those of the working folder; the same changes are kept once, others beside them."""
     out = tmp_path / "run"
     out.mkdir()
     clean = written(out)["starts"][0]["code"]["working folder"]

@@ -160,7 +160,7 @@ def test_lightning_loads_our_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("options", [{}, {"ascent": SAM(0.1), "averaging": SWA(start=2)}], ids=["SGD", "SAM + SWA"])
 def test_centralized_training_resumes_to_the_bit(options: Any, tmp_path: Path) -> None:
-    """Momentum, learning-rate decay, shuffling and dropout included; its checkpoint is not one of `fit`."""
+    """So do momentum, learning-rate decay, shuffling and dropout; its checkpoint is not one of `fit`."""
 
     def central() -> FedAvg:
         torch.manual_seed(0)
