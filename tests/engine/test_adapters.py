@@ -171,9 +171,9 @@ def test_curvature_by_layer_and_in_the_merged_space(tmp_path: Path) -> None:
                  for n in names[:2]]  # fmt: skip
         return [*merged, *(by[f"net.{n}"] for n in names[2:])]
 
-    def dense(f: Any, values: Any, some: slice) -> float:
+    def dense(f: Any, values: Any, block: slice) -> float:
         rows = torch.autograd.functional.hessian(f, tuple(values))
-        matrix = [[b.reshape(values[i].numel(), -1) for b in row[some]] for i, row in enumerate(rows)][some]
+        matrix = [[b.reshape(values[i].numel(), -1) for b in row[block]] for i, row in enumerate(rows)][block]
         return float(torch.linalg.eigvalsh(torch.cat([torch.cat(row, 1) for row in matrix])).max())
 
     names = ["blocks.0.q.weight", "blocks.0.v.weight", *(n for n in start if n.startswith("head"))]

@@ -504,11 +504,11 @@ def test_blocks_hold_clients_of_like_length(tmp_path: Path, monkeypatch: pytest.
 def test_out_of_memory_halves_what_was_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block has three clients, but eight rows."""
     trained = BatchedEngine._train_block
-    left = [1]
+    failures = [1]
 
     def fails(self: BatchedEngine, jobs: Any) -> Any:
         results = trained(self, jobs)
-        if len(jobs) == 3 and left.pop() if left else False:
+        if len(jobs) == 3 and failures.pop() if failures else False:
             raise torch.OutOfMemoryError("simulated")
         return results
 

@@ -979,8 +979,8 @@ def test_no_gradient_flows_from_a_hook(engine: str, tmp_path: Path) -> None:
     run = train(tmp_path, Distilling(net=Small(), optimizer=SGD(0.1)), engine)
     assert not run.server.w.requires_grad
     plain = train(tmp_path, FedAvg(net=Small(), optimizer=SGD(0.1)), engine, max_rounds=1)
-    once = train(tmp_path, Distilling(net=Small(), optimizer=SGD(0.1)), engine, max_rounds=1)
-    step, plain_step = once.server.w - once.clients.w0, plain.server.w - plain.clients.w0
+    distilled = train(tmp_path, Distilling(net=Small(), optimizer=SGD(0.1)), engine, max_rounds=1)
+    step, plain_step = distilled.server.w - distilled.clients.w0, plain.server.w - plain.clients.w0
     torch.testing.assert_close(step, 0.4 * plain_step, rtol=1e-9, atol=1e-12)
 
 

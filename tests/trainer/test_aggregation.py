@@ -217,9 +217,9 @@ def test_a_rule_of_ones_own_with_a_mistake(golden: Golden) -> None:
 def test_processes(tmp_path: Path) -> None:
     """Two give the same bits as one; without the gathering that the rules need they are refused in one line."""
     args = ["--model=SCAFFOLD", *DIGITS, "--trainer.aggregation=TrimmedMean", "--trainer.aggregation.share=0.34"]
-    for size, where in ((1, "one"), (2, "two")):
+    for size, folder in ((1, "one"), (2, "two")):
         devices = [f"--trainer.devices={size}", *(["--trainer.strategy=ddp"] if size > 1 else [])]
-        with group(size, "fit", *args, *devices, f"--trainer.default_root_dir={where}", cwd=tmp_path) as children:
+        with group(size, "fit", *args, *devices, f"--trainer.default_root_dir={folder}", cwd=tmp_path) as children:
             ended(children)
     assert_same(state(newest(tmp_path / "one")), state(newest(tmp_path / "two")))
     refused = [*args, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.deterministic=false"]

@@ -112,17 +112,17 @@ def test_rows_own_their_memory(tmp_path: Path) -> None:
         rows = {
             k: State({"c": batch[k, ::2], "n": batch[k, 1:4:5], "own": batch[k, :6].view(3, 2).T}) for k in range(4)
         }
-        kept = {k: State({name: v.clone() for name, v in row.items()}) for k, row in rows.items()}
+        copies = {k: State({name: v.clone() for name, v in row.items()}) for k, row in rows.items()}
         store.stage(rows)
         store.commit()
         batch.zero_()
-        assert_holds(store, kept)
+        assert_holds(store, copies)
         store.read_ahead(rows)
-        store.stage(kept)
+        store.stage(copies)
         store.commit()
-        for row in kept.values():  # read ahead, too, is a row's own memory
+        for row in copies.values():  # read ahead, too, is a row's own memory
             row.c.neg_()
-        assert all(store.get(k, W0, {}).c.equal(-kept[k].c) for k in kept)
+        assert all(store.get(k, W0, {}).c.equal(-copies[k].c) for k in copies)
         row = 16 + 4 * (D + 1 + 6)  # bytes; what is read from the file shares the memory of one row
         assert all(v.untyped_storage().nbytes() <= row for row_of in store.rows().values() for v in row_of.values())
 
@@ -304,7 +304,7 @@ def rounds_for_ever(folder: Path, memory: float) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 @pytest.mark.parametrize("memory", [NONE, THREE])
 def test_kill_9(memory: float, tmp_path: Path) -> None:
-    path, done = tmp_path / "last.ckpt", 0
+    path, previous = tmp_path / "last.ckpt", 0
     for k in range(6):
         before = path.stat().st_mtime_ns if path.exists() else 0
         child = multiprocessing.get_context("fork").Process(target=rounds_for_ever, args=(tmp_path, memory))
@@ -316,8 +316,8 @@ def test_kill_9(memory: float, tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         t = torch.load(path)["round"]
-        assert t > done
-        done = t
+        assert t > previous
+        previous = t
         rows = {k: value(k, s) for s in range(t) for k in cohort(s)}
         assert_holds(read(path, tmp_path / "clients", memory), rows)
     # twenty clients, at most twice in checkpoints, and what three rounds write; twice, for what a killed run left
@@ -448,13 +448,13 @@ def test_a_restart_checks_every_row(tmp_path: Path) -> None:
         store.saved()
     store.close()
     size, used = state["file"]["row_bytes"], sorted(state["file"]["positions"].tolist())
-    gaps, part = [a for a, b in pairwise(used) if b != a + 1], files.CHUNK // size
-    assert len(gaps) > 1 and m > 2 * part
+    gaps, chunk = [a for a, b in pairwise(used) if b != a + 1], files.CHUNK // size
+    assert len(gaps) > 1 and m > 2 * chunk
     path = tmp_path / "rows.bin"
     content = path.read_bytes()
     foreign = content[used[1] * size :][:size]
     with path.open("r+b", buffering=0) as file:
-        for row in {used[0], *gaps, used[part - 1], used[part], used[m // 2], used[-1]}:
+        for row in {used[0], *gaps, used[chunk - 1], used[chunk], used[m // 2], used[-1]}:
             original = content[row * size :][:size]
             for harm, message in ((original[:-1] + bytes([original[-1] ^ 1]), "damaged"), (foreign, "changed")):
                 os.pwrite(file.fileno(), harm, row * size)

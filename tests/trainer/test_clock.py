@@ -215,15 +215,15 @@ def test_partial_work_until_the_deadline(tmp_path: Path) -> None:
     deadline = sorted(times[0] + times[1] + times[2])[8]
     done = {k: sum(time <= deadline for time in times[k]) for k in times}
     assert 0 < min(done.values()) < 5
-    seen: dict[int, tuple[int, int]] = {}
+    steps: dict[int, tuple[int, int]] = {}
 
     class See(Callback):
         def on_local_end(self, run: Run, result: Any) -> None:
-            seen[result.client] = result.ctx.K, result.ctx.K_missed
+            steps[result.client] = result.ctx.K, result.ctx.K_missed
 
     clock = file(tmp_path, deadline_s=deadline, late="partial")
     late = train(tmp_path, FedAvg, clock, rounds=1, local_steps=5, callbacks=[See()])
-    assert seen == {k: (n, 5 - n) for k, n in done.items() if n}
+    assert steps == {k: (n, 5 - n) for k, n in done.items() if n}
     assert late.metrics["clock/time_s"] == deadline and late.metrics["client/late"] == sum(n < 5 for n in done.values())
 
 

@@ -146,45 +146,45 @@ def test_perturbation_of_fedsmoo_is_that_of_the_accepted_clients(golden: Golden)
 
 def test_two_phases(golden: Golden) -> None:
     """Who is lost after the first phase is not in the second, and keeps its state."""
-    seen: dict[int, list[set[int]]] = {}
+    cohorts: dict[int, list[set[int]]] = {}
 
     class Watch(Callback):
         def on_local_end(self, run: Run, result: Any) -> None:
-            seen.setdefault(result.ctx.t, [set(), set()])[result.ctx.phase].add(result.client)
+            cohorts.setdefault(result.ctx.t, [set(), set()])[result.ctx.phase].add(result.client)
 
     faults = Faults(drop_after=0.3)
     run, _ = golden.run(NaiveFedGloSS(golden.net()), callbacks=[Watch()], faults=faults, **EVERYBODY)
     lost = 0
-    for t, (first, second) in seen.items():
+    for t, (first, second) in cohorts.items():
         for phase, clients in ((0, first), (1, second)):
             asked = [0, 1, 2, 3] if phase == 0 else sorted(first)
             assert clients == set(faults.attendance(asked, [3] * len(asked), t, phase, 0).steps)
         assert second <= first
         lost += len(first - second)
     assert lost > 0
-    assert sum(run.state.failures["dropped"].values()) == 24 - sum(len(second) for _, second in seen.values())
+    assert sum(run.state.failures["dropped"].values()) == 24 - sum(len(second) for _, second in cohorts.values())
 
 
 def test_stragglers_take_the_steps_until_the_deadline(golden: Golden) -> None:
     """K, k_lr and FedNova's tau are those of the steps done, on the first minibatches; under lost nothing counts."""
     speeds = {k: Stragglers(1, speeds=[0.2, 1.5]).speed(k, 0) for k in range(4)}
-    done = {k: min(3, math.floor(3 * v)) for k, v in speeds.items()}
-    assert {0, 3} < set(done.values()) and len(set(speeds.values())) == 4
+    steps = {k: min(3, math.floor(3 * v)) for k, v in speeds.items()}
+    assert {0, 3} < set(steps.values()) and len(set(speeds.values())) == 4
     for late in ("partial", "lost"):
         slow = Faults(stragglers=Stragglers(3, late, speeds=[0.2, 1.5]))  # type: ignore[arg-type]
         run, record = golden.run(FedNova(golden.net(), optimizer=WD), faults=slow, max_rounds=2, **EVERYBODY)
-        counts = {k: K for k, K in done.items() if (K if late == "partial" else K == 3)}
+        counts = {k: K for k, K in steps.items() if (K if late == "partial" else K == 3)}
         for results in record.local:
             assert {k: r.ctx.K for k, r in results.items()} == counts
             assert all(r.ctx.k_lr == pytest.approx(0.1 * counts[k]) for k, r in results.items())
             assert all(float(r.upload["tau"]) == counts[k] for k, r in results.items())
-        assert run.state.failures == {"late": {k: 2 for k, K in done.items() if K < 3}}
-        assert run.metrics["client/late"] == sum(K < 3 for K in done.values())
-    some, K = next((k, K) for k, K in done.items() if 0 < K < 3)
+        assert run.state.failures == {"late": {k: 2 for k, K in steps.items() if K < 3}}
+        assert run.metrics["client/late"] == sum(K < 3 for K in steps.values())
+    client, K = next((k, K) for k, K in steps.items() if 0 < K < 3)
     _, full = golden.run(FedAvg(golden.net(), optimizer=WD), local_steps=K, max_rounds=1, **EVERYBODY)
     slow = Faults(stragglers=Stragglers(3, speeds=[0.2, 1.5]))
-    _, part = golden.run(FedAvg(golden.net(), optimizer=WD), faults=slow, max_rounds=1, **EVERYBODY)
-    assert torch.equal(full.local[0][some].w, part.local[0][some].w)
+    _, partial = golden.run(FedAvg(golden.net(), optimizer=WD), faults=slow, max_rounds=1, **EVERYBODY)
+    assert torch.equal(full.local[0][client].w, partial.local[0][client].w)
 
 
 def test_speeds_and_draws() -> None:

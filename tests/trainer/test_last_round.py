@@ -232,11 +232,11 @@ def test_a_second_run_of_a_trainer_is_as_the_first(tmp_path: Path) -> None:
     assert mine.seen == [1, 2, 3] and mine.total == 3 and len(record.server) == 4
     fresh = [monitor(2), Mine(), Trajectory(), Checkpoints(2, monitor="server/test/acc", save_top_k=2)]
     alone = trainer(tmp_path / "once", *fresh, theirs.EarlyStopping("server/test/loss", patience=2), eval_every=1)
-    once = alone.fit(model(lr=1e-6), data())
-    assert metrics(second.folder.path) == metrics(once.folder.path)
+    expected = alone.fit(model(lr=1e-6), data())
+    assert metrics(second.folder.path) == metrics(expected.folder.path)
     assert best.best == fresh[3].best and second.folder.best.exists()
     assert sorted(p.name for p in second.folder.path.rglob("*.ckpt")) == sorted(
-        p.name for p in once.folder.path.rglob("*.ckpt")
+        p.name for p in expected.folder.path.rglob("*.ckpt")
     )
     assert stop.wait_count == alone.callbacks[-2].inner.wait_count  # type: ignore[attr-defined]
     # a run that is continued by the same trainer goes on with what its callbacks have saved

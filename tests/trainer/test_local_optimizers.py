@@ -178,7 +178,7 @@ def test_written_out(name: str, state: str, engine: str, golden: Golden, tmp_pat
     )  # fmt: skip
     run = trainer.fit(objective, Arrays(client_arrays=arrays, test=arrays[0], batch_size=None))
 
-    flat, kept = FlatSpec(net), dict[int, dict[str, Tensor]]()
+    flat, states = FlatSpec(net), dict[int, dict[str, Tensor]]()
 
     def gradient(at: Tensor, x: Tensor, y: Tensor) -> Tensor:
         at = at.clone().requires_grad_()
@@ -190,7 +190,7 @@ def test_written_out(name: str, state: str, engine: str, golden: Golden, tmp_pat
         local = []
         for k in cohort:
             x, y = (torch.from_numpy(array) for array in arrays[k])
-            v, memory = w, kept.setdefault(k, {}) if state == "keep" else {}
+            v, memory = w, states.setdefault(k, {}) if state == "keep" else {}
             for _ in range(3):
                 g = gradient(v, x, y)
                 v = written(v, gradient(v + 0.05 * g / g.norm(), x, y), memory, flat)

@@ -105,8 +105,8 @@ def test_lpf_of_a_quadratic() -> None:
     exact = mean_loss(net, output, data()) + 0.5**2 * a.trace().item() / 2
     assert all(abs(m.value - exact) < 4 * m.error for m in estimates) and all(m.samples == 400 for m in estimates)
     assert 0.02 < estimates[0].error < 0.2
-    again = lpf(net, output, data((5,)), sigma=0.5, draws=400, seed=0)  # in one batch: other sums, in the last bit
-    assert (again.value, again.error) == pytest.approx((estimates[0].value, estimates[0].error), rel=1e-12)
+    single = lpf(net, output, data((5,)), sigma=0.5, draws=400, seed=0)  # in one batch: other sums, in the last bit
+    assert (single.value, single.error) == pytest.approx((estimates[0].value, estimates[0].error), rel=1e-12)
     assert estimates[0].value != estimates[1].value
     assert lpf(net, output, data(), sigma=0.0, draws=2).value == pytest.approx(
         mean_loss(net, output, data()), rel=1e-12
@@ -492,8 +492,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("runs")
     folders = {name: run("fit", f"--trainer.seed={i}", root=root / name) for i, name in enumerate(("a", "b"))}
     monitor = ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.every_n_rounds=1"]
-    more = ["--trainer.max_rounds=3", *monitor, f"--trainer.callbacks.metrics={MEASURED}"]
-    folders["watched"] = run("fit", *more, root=root / "watched")
+    args = ["--trainer.max_rounds=3", *monitor, f"--trainer.callbacks.metrics={MEASURED}"]
+    folders["watched"] = run("fit", *args, root=root / "watched")
     return folders
 
 

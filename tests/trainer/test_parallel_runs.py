@@ -92,7 +92,7 @@ def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
     """Cohorts may have different sizes: a round's jobs change their number."""
     options = {"sampler": BernoulliSampler(0.5)}
-    together, alone = ([run(tmp_path / where, seed, engine, **options) for seed in (0, 1)] for where in "ab")
+    together, alone = ([run(tmp_path / folder, seed, engine, **options) for seed in (0, 1)] for folder in "ab")
     objectives = [model(seed, make=make) for seed in (0, 1)]
     parallel_runs.fit(together, objectives, data())
     for seed, trainer in enumerate(alone):
@@ -116,7 +116,7 @@ def test_runs_of_different_length(make: Any, tmp_path: Path) -> None:
         torch.manual_seed(seed)
         return make(DigitsMLP(hidden=8))  # type: ignore[no-any-return]
 
-    together, alone = ([run(tmp_path / where, t, "batched", max_rounds=t) for t in (2, 4)] for where in "ab")
+    together, alone = ([run(tmp_path / folder, t, "batched", max_rounds=t) for t in (2, 4)] for folder in "ab")
     parallel_runs.fit(together, [objective(trainer.seed) for trainer in together], data())
     for trainer in alone:
         trainer.fit(objective(trainer.seed), data())
@@ -133,7 +133,7 @@ def test_values(engine: str, tmp_path: Path) -> None:
         torch.manual_seed(0)
         return FedGMT(DigitsMLP(hidden=8), ascent=SAM(rho), optimizer=SGD(lr), beta=beta)
 
-    together, alone = ([run(tmp_path / where / str(i), 0, engine) for i in (0, 1)] for where in "ab")
+    together, alone = ([run(tmp_path / folder / str(i), 0, engine) for i in (0, 1)] for folder in "ab")
     parallel_runs.fit(together, [objective(*n) for n in numbers], data())
     assert together[0].run.varied.keys() == {"beta", "ascent.rho", "optimizer.lr"}
     for trainer, n in zip(alone, numbers, strict=True):
@@ -150,7 +150,7 @@ def test_values(engine: str, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_numbers_of_a_loss(name: str, number: str, engine: str, tmp_path: Path) -> None:
     """Each client's loss has the number of its own run."""
-    together, alone = ([run(tmp_path / where / str(i), 0, engine) for i in (0, 1)] for where in "ab")
+    together, alone = ([run(tmp_path / folder / str(i), 0, engine) for i in (0, 1)] for folder in "ab")
     objectives = [[model(0, make=getattr(algorithms, name), **{number: value}) for value in (0.3, 2.0)] for _ in "ab"]
     parallel_runs.fit(together, objectives[0], data())
     for trainer, objective in zip(alone, objectives[1], strict=True):
@@ -228,7 +228,7 @@ def test_weights_that_are_no_parameters_of_the_net_are_compared() -> None:
 
 
 def test_a_number_that_is_not_public_is_that_of_each_run(tmp_path: Path) -> None:
-    together, alone = ([run(tmp_path / where / str(i), 0, "batched") for i in (0, 1)] for where in "ab")
+    together, alone = ([run(tmp_path / folder / str(i), 0, "batched") for i in (0, 1)] for folder in "ab")
     parallel_runs.fit(together, [Holder(x, None) for x in (0.5, 1.5)], data())
     for trainer, x in zip(alone, (0.5, 1.5), strict=True):
         trainer.fit(Holder(x, None), data())

@@ -260,12 +260,12 @@ def test_epsilon_by_integration(options: dict[str, Any], rounds: int, rdp: float
         """Log of a release's density with the client, whose upload moves it by ``mean``, over that without."""
         return np.logaddexp(np.log1p(-q), np.log(q) + x * mean - mean**2 / 2)
 
-    there = [(1 - q, 0.0), (q, 1 / z)]
+    mixture = [(1 - q, 0.0), (q, 1 / z)]
     if pld is None:
-        low, _ = integrated(lambda x: ratio(x, 1 / z) - ratio(x, -1 / z), there, rounds, options["delta"])
+        low, _ = integrated(lambda x: ratio(x, 1 / z) - ratio(x, -1 / z), mixture, rounds, options["delta"])
         assert 1 < low < rdp
     else:
-        removed = integrated(lambda x: ratio(x, 1 / z), there, rounds, options["delta"])
+        removed = integrated(lambda x: ratio(x, 1 / z), mixture, rounds, options["delta"])
         added = integrated(lambda x: -ratio(-x, 1 / z), [(1.0, 0.0)], rounds, options["delta"])
         low, high = (max(pair) for pair in zip(removed, added, strict=True))
         assert low < pld < high < rdp and high - low < 0.07

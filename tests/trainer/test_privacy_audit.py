@@ -40,9 +40,9 @@ Game = Callable[[bool, int], float]
 def least_epsilon(game: Game, games: int, threshold: float) -> float:
     """The lower bound; the attacker claims to see the canary if the score is above the threshold."""
     false, true = (sum(game(present, 2 * i + present) > threshold for i in range(games)) for present in (False, True))
-    most = float(beta.ppf(0.995, false + 1, games - false)) if false < games else 1.0
-    least = float(beta.ppf(0.005, true, games - true + 1)) if true else 0.0
-    return math.log((least - DELTA) / most) if least > DELTA + most else 0.0
+    upper = float(beta.ppf(0.995, false + 1, games - false)) if false < games else 1.0
+    lower = float(beta.ppf(0.005, true, games - true + 1)) if true else 0.0
+    return math.log((lower - DELTA) / upper) if lower > DELTA + upper else 0.0
 
 
 def mechanism(z: float = 1.0, sampler: BernoulliSampler = EVERYBODY) -> Any:

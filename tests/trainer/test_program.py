@@ -106,12 +106,12 @@ def test_the_bits_are_those_of_single_rounds(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs end at checkpoints and evaluations."""
-    together = train(tmp_path, CLASSES[name], seen := Rounds(), engine=engine)
+    together = train(tmp_path, CLASSES[name], rounds := Rounds(), engine=engine)
     every = [*range(1, 27)]
-    assert seen.seen == (every if name in ONE_BY_ONE else [1, 11, 20, 22, 25, 26])
+    assert rounds.seen == (every if name in ONE_BY_ONE else [1, 11, 20, 22, 25, 26])
     one_by_one(monkeypatch)
-    alone = train(tmp_path, CLASSES[name], seen := Rounds(), engine=engine)
-    assert seen.seen == every
+    alone = train(tmp_path, CLASSES[name], rounds := Rounds(), engine=engine)
+    assert rounds.seen == every
     check_same(together, alone)
     if engine == "graphed" and name not in ONE_BY_ONE:
         assert recorded(together)
@@ -140,8 +140,8 @@ def test_rounds_of_fewer_clients(name: str, how: str, tmp_path: Path, monkeypatc
     """Those that do not answer have no weight; programs end before a round of nobody."""
     runs = []
     for _ in range(2):
-        runs.append(train(tmp_path, CLASSES[name], seen := Rounds(), **FAILING[how]))
-        assert (len(seen.seen) < 20) is (len(runs) == 1)
+        runs.append(train(tmp_path, CLASSES[name], rounds := Rounds(), **FAILING[how]))
+        assert (len(rounds.seen) < 20) is (len(runs) == 1)
         one_by_one(monkeypatch)
     check_same(*runs)
     assert recorded(runs[0]) and runs[0].state.failures == runs[1].state.failures
@@ -154,10 +154,10 @@ def test_a_program_ends_when_the_clock_does(stop_s: float, tmp_path: Path, monke
     runs = []
     for _ in range(2):
         clock = fl.Clock(sec_per_sample=1e-3, server_s=0.01, max_time_s=stop_s)
-        runs.append(train(tmp_path, FedAvg, seen := Rounds(), clock=clock))
+        runs.append(train(tmp_path, FedAvg, rounds := Rounds(), clock=clock))
         seconds = [value for _, value in metrics(runs[-1].folder.path)["clock/time_s"]]
         assert seconds[-1] >= stop_s and all(value < stop_s for value in seconds[:-1])
-        assert (len(seen.seen) < len(seconds)) is (len(runs) == 1 and len(seconds) > 2)
+        assert (len(rounds.seen) < len(seconds)) is (len(runs) == 1 and len(seconds) > 2)
         one_by_one(monkeypatch)
     check_same(*runs)
 
@@ -182,8 +182,8 @@ def test_evaluated_rounds_are_programs_and_those_whose_local_models_are_needed_a
     runs, models = [], list[Models]()
     for _ in range(2):
         models.append(Models(5, 19))
-        runs.append(train(tmp_path, fl.SCAFFOLD, models[-1], seen := Rounds(), eval_every=1))
-        assert seen.seen == [*range(1, 27)]
+        runs.append(train(tmp_path, fl.SCAFFOLD, models[-1], rounds := Rounds(), eval_every=1))
+        assert rounds.seen == [*range(1, 27)]
         assert {t for t, _ in models[-1].models} == ({0, 5, 19} if len(runs) == 1 else {*range(26)})
         one_by_one(monkeypatch)
     assert recorded(runs[0]) and runs[1].rounds is None
@@ -204,8 +204,8 @@ def test_a_short_program_goes_on_after_evaluated_rounds(
     runs, lengths, original = [], list[int](), program.length
     monkeypatch.setattr(program, "length", lambda run: lengths.append(original(run)) or lengths[-1])
     for _ in range(2):
-        runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), engine=engine, eval_every=2, val_fraction=0.2))
-        assert seen.seen == (sorted([1, *range(2, 27, 2), 11, 25]) if len(runs) == 1 else [*range(1, 27)])
+        runs.append(train(tmp_path, fl.SCAFFOLD, rounds := Rounds(), engine=engine, eval_every=2, val_fraction=0.2))
+        assert rounds.seen == (sorted([1, *range(2, 27, 2), 11, 25]) if len(runs) == 1 else [*range(1, 27)])
         one_by_one(monkeypatch)
     assert [n for n in lengths if n] == [1, 9, 11, 4]
     check_same(*runs)
@@ -252,9 +252,9 @@ def test_a_pseudo_gradient_needs_the_round_before_only(
     runs = []
     for expected in ([1, 6, 7, 8, 14, 15, 16, ends, 22, 23, 24, 25, 26], range(1, 27)):
         monitor = fl.FlatnessMonitor(8, metrics=[fl.Updates(), fl.DeltaEpsilon(rho=0.1)])
-        callbacks = (monitor, Ends(ends), seen := Rounds(), Checkpoints())
+        callbacks = (monitor, Ends(ends), rounds := Rounds(), Checkpoints())
         runs.append(train(tmp_path, fl.SCAFFOLD, *callbacks, eval_every=26, eval_last=1))
-        assert seen.seen == sorted({t for t in expected if t <= min(ends, 26)})
+        assert rounds.seen == sorted({t for t in expected if t <= min(ends, 26)})
         for name in ("pseudo_gradient_cosine", "delta_epsilon"):
             assert [t for t, _ in metrics(runs[-1].folder.path)[f"flatness/{name}"]] == measured
         one_by_one(monkeypatch)
@@ -477,8 +477,8 @@ def test_parts_with_bits_of_their_own(method: Any, tmp_path: Path, monkeypatch: 
     runs = []
     for _ in range(2):
         parts = [Positive(), fl.Compress(method)]
-        runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), parts=parts))
-        assert (11 in seen.seen) and (10 in seen.seen) == (len(runs) == 2)
+        runs.append(train(tmp_path, fl.SCAFFOLD, rounds := Rounds(), parts=parts))
+        assert (11 in rounds.seen) and (10 in rounds.seen) == (len(runs) == 2)
         one_by_one(monkeypatch)
     assert (method == "qsgd") == ("client.Compress.w" not in state(runs[0].folder.path))
     check_same(*runs)
@@ -494,8 +494,8 @@ def test_checkpoints_by_time_fall_between_programs(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(
             resume, "save", lambda run, path, saved=saved: saved.append(run.rounds_done) or save(run, path)
         )
-        runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), Checkpoints()))
-        assert seen.seen == [1, 20, 25, 26]
+        runs.append(train(tmp_path, fl.SCAFFOLD, rounds := Rounds(), Checkpoints()))
+        assert rounds.seen == [1, 20, 25, 26]
         assert saved == ([1, 20, 25, 26] if pause == 0 else [26])
     check_same(*runs)
 
@@ -573,8 +573,8 @@ LACKING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("need", "options"), LACKING.items(), ids=[*LACKING])
 def test_rounds_that_run_one_by_one(need: str, options: dict[str, Any], tmp_path: Path) -> None:
     options = {"make": FedAvg, "max_rounds": 3, **options}
-    run = train(tmp_path, options.pop("make"), seen := Rounds(), **options)
-    assert seen.seen == [1, 2, 3] and program.lacking(run) == [need]
+    run = train(tmp_path, options.pop("make"), rounds := Rounds(), **options)
+    assert rounds.seen == [1, 2, 3] and program.lacking(run) == [need]
 
 
 def test_all_needs_are_tested() -> None:
@@ -585,13 +585,13 @@ def test_all_needs_are_tested() -> None:
 @pytest.mark.slow
 def test_a_program_takes_half_of_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round shows how long one takes; an hour is enough for all the others that nobody needs."""
-    run = train(tmp_path, FedAvg, seen := Rounds(), max_rounds=9, max_time="00:01:00:00")
-    assert seen.seen == [1, 8, 9]
+    run = train(tmp_path, FedAvg, rounds := Rounds(), max_rounds=9, max_time="00:01:00:00")
+    assert rounds.seen == [1, 8, 9]
     run.state = replace(run.state, round=1, metrics={"time/round_s": 100.0})
-    for elapsed, rounds in ((0.0, 7), (2900.0, 3), (3450.0, 0), (3700.0, 0)):
+    for elapsed, length in ((0.0, 7), (2900.0, 3), (3450.0, 0), (3700.0, 0)):
         monkeypatch.setattr(Run, "elapsed", elapsed)
         run.should_stop = False
-        assert program.length(run) == rounds
+        assert program.length(run) == length
 
 
 @pytest.mark.slow
@@ -600,11 +600,11 @@ def test_a_program_holds_what_memory_holds(tmp_path: Path, monkeypatch: pytest.M
     sample = data()
     sample.setup("fit")
     step = 32 * sample.sample_bytes(torch.float32)
-    most = 3 * 4 * (1 + max(len(client) for client in sample.clients) // 32)
-    monkeypatch.setattr(program, "CHUNK", most * step)
-    few = train(tmp_path, FedAvg, seen := Rounds())
-    assert len(seen.seen) > 9
-    check_same(few, alone)
+    steps = 3 * 4 * (1 + max(len(client) for client in sample.clients) // 32)
+    monkeypatch.setattr(program, "CHUNK", steps * step)
+    bounded = train(tmp_path, FedAvg, rounds := Rounds())
+    assert len(rounds.seen) > 9
+    check_same(bounded, alone)
 
 
 def test_what_does_not_fit_into_memory_runs_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -612,8 +612,8 @@ def test_what_does_not_fit_into_memory_runs_one_by_one(tmp_path: Path, monkeypat
         raise torch.OutOfMemoryError("simulated")
 
     monkeypatch.setattr(RecordedRounds, "train", fails)
-    train(tmp_path, FedAvg, seen := Rounds(), max_rounds=3)
-    assert seen.seen == [1, 2, 3]
+    train(tmp_path, FedAvg, rounds := Rounds(), max_rounds=3)
+    assert rounds.seen == [1, 2, 3]
 
 
 class Listening(Logger):
@@ -707,6 +707,6 @@ def test_memory_bounds_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """With the variate, the server's state is two models; four clients keep one each."""
     alone = train(tmp_path, fl.SCAFFOLD, max_rounds=13, engine="batched")
     monkeypatch.setattr(program, "MEMORY", 3 * 6 * 4 * alone.net.w.numel())
-    few = train(tmp_path, fl.SCAFFOLD, seen := Rounds(), max_rounds=13, engine="batched")
-    assert seen.seen[:3] == [1, 4, 7]
-    check_same(few, alone)
+    bounded = train(tmp_path, fl.SCAFFOLD, rounds := Rounds(), max_rounds=13, engine="batched")
+    assert rounds.seen[:3] == [1, 4, 7]
+    check_same(bounded, alone)

@@ -418,10 +418,10 @@ def test_a_run_trains_whatever_the_mode_of_its_caller(tmp_path: Path) -> None:
     settings = {"max_rounds": 1, "clients_per_round": 2, "default_root_dir": str(tmp_path), "callbacks": []}
     torch.manual_seed(0)
     net = DigitsMLP()
-    once = FederatedTrainer(**settings).fit(FedAvg(deepcopy(net)), Digits(num_clients=5)).server.w
+    outside = FederatedTrainer(**settings).fit(FedAvg(deepcopy(net)), Digits(num_clients=5)).server.w
     with torch.inference_mode():
-        again = FederatedTrainer(**settings).fit(FedAvg(net), Digits(num_clients=5)).server.w
-    assert torch.equal(once, again)
+        inside = FederatedTrainer(**settings).fit(FedAvg(net), Digits(num_clients=5)).server.w
+    assert torch.equal(outside, inside)
 
 
 def test_nets_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
