@@ -343,7 +343,7 @@ def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:
         assert message.startswith(ELSEWHERE[wrong])
         return
     assert message.startswith(f"trainer.engine = {engine}: ") and kind in message and "sequential" in message
-    if wrong in [hook.__name__ for hook in GLOBAL]:
+    if wrong in [algorithm.__name__ for algorithm in GLOBAL]:
         assert "draws from torch's global generator; draw by ctx.randn_like(v) or ctx.draw(function)" in message
     if wrong == "RandomLosses":
         assert "draw those of a loss in loss_constants, by ctx.randn_like(v) or ctx.draw(function)" in message
