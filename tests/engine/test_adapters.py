@@ -50,7 +50,7 @@ class Small(nn.Sequential):
 @pytest.mark.sampled(quick=48, slow=9, start=8)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_trains_what_is_not_frozen(name: str, tmp_path: Path) -> None:
-    """On every engine the same; no frozen bit changes; what goes over the wire are the trained weights."""
+    """Every engine gives the same; no frozen bit changes; what goes over the wire are the trained weights."""
 
     def objective() -> LocalObjective:
         optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0)
@@ -71,33 +71,33 @@ def test_a_frozen_layer_is_data(name: str, tmp_path: Path) -> None:
     net = Small().double()
     rng = np.random.default_rng(0)
     x = [rng.normal(size=(n, 2, 6, 6)) for n in (11, 6, 8)]
-    y = [rng.integers(0, 3, len(each)) for each in x]
+    y = [rng.integers(0, 3, len(samples)) for samples in x]
     y[0][:3] = 0, 1, 2
-    z = [nn.Sequential(*list(net)[:3])(torch.from_numpy(each)).detach().numpy() for each in x]
+    z = [nn.Sequential(*list(net)[:3])(torch.from_numpy(samples)).detach().numpy() for samples in x]
 
-    def made(inputs: list[Any], its: nn.Module) -> Run:
+    def trained(inputs: list[Any], model: nn.Module) -> Run:
         data = Arrays(client_arrays=list(zip(inputs, y, strict=True))[:2], test=(inputs[2], y[2]), batch_size=4)
-        algorithm = getattr(algorithms, name)(net=its, averaging=EMA(0.5))
+        algorithm = getattr(algorithms, name)(net=model, averaging=EMA(0.5))
         monitor = FlatnessMonitor(1, [LambdaMax(), Sharpness(rho=0.1)])
         options = {"clients_per_round": 2, "local_steps": 3, "callbacks": [monitor]}
         return train(tmp_path, algorithm, "sequential", arrays=data, **options)
 
-    whole = made(x, Frozen(net, ["3"]))
+    full = trained(x, Frozen(net, ["3"]))
     head = nn.Sequential(nn.Linear(4, 3))
     head[0].load_state_dict(Small()[3].state_dict())
-    alone = made(z, head)
-    assert_close(whole, alone)
-    values = {name for name in alone.metrics if name.startswith(("server/", "flatness/"))}
-    assert len(values) >= 4
-    for value in values:
-        assert whole.metrics[value] == pytest.approx(alone.metrics[value], rel=1e-9), value
+    alone = trained(z, head)
+    assert_close(full, alone)
+    keys = {name for name in alone.metrics if name.startswith(("server/", "flatness/"))}
+    assert len(keys) >= 4
+    for key in keys:
+        assert full.metrics[key] == pytest.approx(alone.metrics[key], rel=1e-9), key
 
 
 def tokens() -> Arrays:
     """Texts of 6 tokens out of 20; the class is that of the most frequent quarter of the vocabulary."""
     rng = np.random.default_rng(0)
     x = [rng.integers(0, 20, (n, 6)) for n in (9, 5, 8, 40)]
-    y = [np.array([np.bincount(row // 5, minlength=4).argmax() for row in each]) for each in x]
+    y = [np.array([np.bincount(row // 5, minlength=4).argmax() for row in texts]) for texts in x]
     y[0][:4] = 0, 1, 2, 3
     return Arrays(client_arrays=list(zip(x, y, strict=True))[:3], test=(x[3], y[3]), batch_size=4)
 
@@ -144,7 +144,7 @@ def test_merged_weights_of_a_layer_that_another_one_shares(target: str) -> None:
 
 @pytest.mark.slow
 def test_curvature_by_layer_and_in_the_merged_space(tmp_path: Path) -> None:
-    """Blocks of dense Hessians: of the factors, and of a net without adapters and with the weights W + 8 B A."""
+    """Dense Hessians have the same blocks: of the factors, and of a net without adapters with weights W + 8 B A."""
     options: dict[str, Any] = {"samples": None, "tol": 1e-7, "iterations": 300}
     measures = [LambdaMax(by_layer=True, **options), LambdaMax(merged=True, **options)]
     measures.append(LambdaMax(by_layer=True, merged=True, parameters=["blocks.*"], **options))
@@ -167,13 +167,13 @@ def test_curvature_by_layer_and_in_the_merged_space(tmp_path: Path) -> None:
 
     def plain(*values: torch.Tensor) -> list[torch.Tensor]:
         by = dict(zip(flat.names, values, strict=True))
-        found = [start[n] + 8 * by[f"net.{n[:-7]}.lora_B.default.weight"] @ by[f"net.{n[:-7]}.lora_A.default.weight"]
+        merged = [start[n] + 8 * by[f"net.{n[:-7]}.lora_B.default.weight"] @ by[f"net.{n[:-7]}.lora_A.default.weight"]
                  for n in names[:2]]  # fmt: skip
-        return [*found, *(by[f"net.{n}"] for n in names[2:])]
+        return [*merged, *(by[f"net.{n}"] for n in names[2:])]
 
-    def dense(f: Any, values: Any, some: slice) -> float:
+    def dense(f: Any, values: Any, block: slice) -> float:
         rows = torch.autograd.functional.hessian(f, tuple(values))
-        matrix = [[b.reshape(values[i].numel(), -1) for b in row[some]] for i, row in enumerate(rows)][some]
+        matrix = [[b.reshape(values[i].numel(), -1) for b in row[block]] for i, row in enumerate(rows)][block]
         return float(torch.linalg.eigvalsh(torch.cat([torch.cat(row, 1) for row in matrix])).max())
 
     names = ["blocks.0.q.weight", "blocks.0.v.weight", *(n for n in start if n.startswith("head"))]
@@ -206,16 +206,16 @@ def test_factors_of_which_only_b_is_trained(tmp_path: Path) -> None:
     assert objective.flat.d == 2 * 2 * 8 and run.metrics["comm/total_bits"] == 2 * 2 * 2 * objective.flat.d * 64
     A = objective.net.get_parameter("net.blocks.0.q.lora_A.default.weight")
     assert torch.equal(A, lora().double().get_parameter("net.blocks.0.q.lora_A.default.weight"))
-    found = record.server[-1].w[:16].view(8, 2) @ A
+    product = record.server[-1].w[:16].view(8, 2) @ A
     products = [(int(run.data.client_sizes[k]), end.w[:16].view(8, 2) @ A) for k, end in record.local[-1].items()]
-    mean = sum(n * each for n, each in products) / sum(n for n, _ in products)
-    torch.testing.assert_close(found, mean, rtol=1e-12, atol=1e-15)
+    mean = sum(n * matrix for n, matrix in products) / sum(n for n, _ in products)
+    torch.testing.assert_close(product, mean, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.long
 def test_mean_of_products(tmp_path: Path) -> None:
     """The server's product is the best approximation of the mean product, on every engine; bits are of factors."""
-    found, layers = [], ("net.blocks.0.q", "net.blocks.0.v")
+    weights, layers = [], ("net.blocks.0.q", "net.blocks.0.v")
     for engine in ENGINES:
         objective = FedAvg(net=lora(), ascent=SAM(0.05), parts=[FlexLoRA()])
         options = {"arrays": tokens(), "clients_per_round": 3, "callbacks": [record := Trajectory()]}
@@ -234,9 +234,9 @@ def test_mean_of_products(tmp_path: Path) -> None:
                 assert s[2] > 1e-8  # the mean has a larger rank
             head = sum(share * end["net.head.1.weight"] for share, end in ends)
             torch.testing.assert_close(after["net.head.1.weight"], head, rtol=0, atol=1e-12)
-        found.append(record.server[-1].w)
-    for w in found[1:]:
-        torch.testing.assert_close(w, found[0], rtol=0, atol=1e-10)
+        weights.append(record.server[-1].w)
+    for w in weights[1:]:
+        torch.testing.assert_close(w, weights[0], rtol=0, atol=1e-10)
 
 
 def test_flexlora_with_relaxed_init_is_refused() -> None:
@@ -342,7 +342,7 @@ def test_statistics_of_trained_modules_follow_the_policy(policy: Any, tmp_path: 
 
 
 def test_a_frozen_norm_computes_what_it_did() -> None:
-    """Also where evaluation takes the statistics of each batch."""
+    """It does also where evaluation takes the statistics of each batch."""
     torch.manual_seed(0)
     norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
     net, x = nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.Flatten(), nn.Linear(64, 3)), torch.randn(9, 2, 6, 6) * 3 + 1
@@ -401,13 +401,13 @@ def test_refused(make: Any, message: str) -> None:
 
 
 def test_pretrained_weights(tmp_path: Path) -> None:
-    """The body of a file; a trained head that is not there, or of another shape, keeps its initial weights."""
+    """The body is that of a file; a trained head that is not there, or of another shape, keeps its initial weights."""
     body, path = Small(), str(tmp_path / "body.pt")
     with torch.no_grad():
         body[1].weight += 1
-    other = nn.Sequential(*list(body)[:3], nn.Linear(4, 7))
-    files = nn.Sequential(*list(body)[:3]).state_dict(), other.state_dict()
-    for saved in (*files, {f"net.{name}": value for name, value in other.state_dict().items()}):
+    wider = nn.Sequential(*list(body)[:3], nn.Linear(4, 7))
+    files = nn.Sequential(*list(body)[:3]).state_dict(), wider.state_dict()
+    for saved in (*files, {f"net.{name}": value for name, value in wider.state_dict().items()}):
         torch.save(saved, path)
         net = Frozen(Small(), ["3"], weights=path)
         assert torch.equal(net.net[1].weight, body[1].weight) and torch.equal(net.net[3].weight, Small()[3].weight)

@@ -19,8 +19,8 @@ from tests.engine.test_engines import Small, train
 class Keeps(FedAvg):
     """Keeps all kinds of things on itself, and draws from torch's global generator."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.calls, self.norms, self.mean = 0, list[float](), torch.zeros(307, dtype=torch.float64)
 
     def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
@@ -35,8 +35,8 @@ class Looks(Callback):
     """Looks at the objective before the first round."""
 
     def on_fit_start(self, run: Any) -> None:
-        it = run.objective
-        self.seen = it.calls, len(it.norms), float(it.mean.norm()), hasattr(it, "cached"), run.net.w.clone()
+        model = run.objective
+        self.seen = model.calls, len(model.norms), float(model.mean.norm()), hasattr(model, "cached"), run.net.w.clone()
         self.state = torch.get_rng_state()
 
 
@@ -52,8 +52,8 @@ def test_nothing_is_left_of_it(tmp_path: Path) -> None:
 class SetsOnce(FedAvg):
     """Sets something in the first round, and uses it in all: where training began, or a cache."""
 
-    def __init__(self, where: str, **more: Any) -> None:
-        super().__init__(**more)
+    def __init__(self, where: str, **options: Any) -> None:
+        super().__init__(**options)
         self.where = where
 
     def local_start(self, client: State, received: State, ctx: Any) -> Any:
@@ -72,10 +72,12 @@ class SetsOnce(FedAvg):
 @pytest.mark.parametrize("where", ["client", "server", "cache"])
 def test_what_is_set_once_is_a_warning_unless_it_is_a_cache(where: str, tmp_path: Path) -> None:
     """Else a resumed run sets it anew, in silence: ``hasattr`` looks like a cache."""
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(tmp_path, SetsOnce(where, net=Small()), "sequential", max_rounds=1)
-    messages = [str(each.message) for each in found if "is set once, from what a hook gets" in str(each.message)]
+    messages = [
+        str(warning.message) for warning in caught if "is set once, from what a hook gets" in str(warning.message)
+    ]
     assert [message.split()[0] for message in messages] == {
         "client": ["SetsOnce.began"],
         "server": ["SetsOnce._began"],
@@ -98,12 +100,12 @@ def test_a_setting_of_the_optimizer_is_in_checkpoints(tmp_path: Path) -> None:
 
 
 def test_what_it_shows_by_phase() -> None:
-    """Of a part whose clients also train alone, with SAM in the round; of two phases; of an upload that is shorter."""
+    """It shows a part whose clients also train alone, with SAM in the round; two phases; an upload that is shorter."""
     d = 307
-    own = contract_of(FedAvg(Small(), ascent=SAM(0.1), parts=[Ditto(0.1)]))
-    assert [(phase, of.passes) for phase, of in own.items()] == [(1, (1, 1)), (0, (2, 2))]
-    assert own[0].bits == (32 * d, 32 * d)
-    assert [of.passes for of in contract_of(NaiveFedGloSS(Small())).values()] == [(1, 1), (1, 1)]
+    ditto = contract_of(FedAvg(Small(), ascent=SAM(0.1), parts=[Ditto(0.1)]))
+    assert [(phase, contract.passes) for phase, contract in ditto.items()] == [(1, (1, 1)), (0, (2, 2))]
+    assert ditto[0].bits == (32 * d, 32 * d)
+    assert [contract.passes for contract in contract_of(NaiveFedGloSS(Small())).values()] == [(1, 1), (1, 1)]
     smoo = contract_of(FedSMOO(Small()))[0]
     assert {*smoo.sent} == {*smoo.upload} == {"w", "s"} and smoo.bits == (64 * d, 64 * d)
     down, up = contract_of(FedAvg(Small(), parts=[Compress("sign")]))[0].bits

@@ -109,7 +109,7 @@ def train(
 
 
 def assert_close(a: Run, b: Run) -> None:
-    """Server state, client rows and logged losses, to rounding in float64."""
+    """Server state, client rows and logged losses agree up to rounding in float64."""
     rows_a, rows_b = a.clients.rows(), b.clients.rows()
     assert rows_a.keys() == rows_b.keys()
     pairs = [(f"server.{name}", a.server[name], b.server[name]) for name in a.server]
@@ -122,7 +122,7 @@ def assert_close(a: Run, b: Run) -> None:
 @pytest.mark.sampled(quick=22, slow=4, start=1)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_every_algorithm_on_every_engine(name: str, tmp_path: Path) -> None:
-    """Unequal numbers of steps and samples, momentum, weight decay, clipping, augmentation, a decaying lr."""
+    """Steps and samples differ; momentum, weight decay, clipping, augmentation and a decaying lr are on."""
 
     def objective() -> LocalObjective:
         optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
@@ -338,7 +338,7 @@ def test_each_moment_and_client_has_a_stream_of_its_own() -> None:
     first += [drawn()]
     draws.move_to(Draws.END)
     first += [drawn()]
-    assert len({float(row[0]) for each in first for row in each}) == 10
+    assert len({float(row[0]) for rows in first for row in rows}) == 10
     draws.move_to(Draws.STEPS + 1)
     assert torch.equal(drawn(), first[3])
 
@@ -351,7 +351,7 @@ class EndDraws(LocalObjective):
 
 
 def test_the_global_generator_is_seeded_on_sequential(tmp_path: Path) -> None:
-    """And left as it was."""
+    """It is left as it was."""
     runs = []
     for _ in range(2):
         net, before = Small(), torch.manual_seed(len(runs)).get_state()
@@ -391,7 +391,7 @@ def test_the_check_sees_mistakes_at_any_learning_rate(lr: float, tmp_path: Path)
 
 
 def test_a_process_without_a_client_compares_nothing(tmp_path: Path) -> None:
-    """As the second of two processes in a first round with one client."""
+    """Such is the second of two processes in a first round with one client."""
     engine = train(tmp_path, FedAvg(Small()), "batched", max_rounds=1).engine
     check(engine, engine, [])
 
@@ -483,32 +483,32 @@ def test_an_upload_may_be_a_known_vector_but_for_rounding(seed: int, tmp_path: P
 
 
 def test_blocks_hold_clients_of_like_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sorted stably, so clients of equal length stay in their order; the results come in the cohort's."""
-    seen: list[list[int]] = []
+    """They are sorted stably: clients of equal length stay in their order; the results come in the cohort's."""
+    blocks: list[list[int]] = []
     trained = BatchedEngine._train_block
 
     def watching(self: BatchedEngine, jobs: Any) -> Any:
-        seen.append([len(job.minibatches) for job in jobs])
+        blocks.append([len(job.minibatches) for job in jobs])
         return trained(self, jobs)
 
-    one = train(tmp_path, algorithms.SCAFFOLD(net=Small()), "sequential", clients_per_round=5)
+    sequential = train(tmp_path, algorithms.SCAFFOLD(net=Small()), "sequential", clients_per_round=5)
     monkeypatch.setattr(BatchedEngine, "_train_block", watching)
     run = train(
         tmp_path, algorithms.SCAFFOLD(net=Small()), "batched", clients_per_round=5, client_block=2, max_rounds=3
     )
-    assert_close(run, one)
-    sizes = [sorted(lengths) for lengths in seen[-3:]]
+    assert_close(run, sequential)
+    sizes = [sorted(lengths) for lengths in blocks[-3:]]
     assert sizes == [[3, 5], [2, 2], [1]]  # 5, 3, 2, 2 and 1 steps: 8 x 2 of width 2 in place of up to 11 x 2
 
 
 def test_out_of_memory_halves_what_was_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block has three clients, but eight rows."""
     trained = BatchedEngine._train_block
-    left = [1]
+    failures = [1]
 
     def fails(self: BatchedEngine, jobs: Any) -> Any:
         results = trained(self, jobs)
-        if len(jobs) == 3 and left.pop() if left else False:
+        if len(jobs) == 3 and failures.pop() if failures else False:
             raise torch.OutOfMemoryError("simulated")
         return results
 
@@ -521,7 +521,7 @@ def test_out_of_memory_halves_what_was_at_work(tmp_path: Path, monkeypatch: pyte
 
 
 def test_changed_settings_stay_in_the_copy() -> None:
-    """Also those of modules, and of parts of parts."""
+    """So do those of modules, and of parts of parts."""
     optimizer = SGD(schedule=Cosine(0.1))
     objective = FedAvg(net=Small(), loss=nn.CrossEntropyLoss(label_smoothing=0.1), ascent=SAM(0.1), optimizer=optimizer)
     loss = objective.loss
@@ -610,7 +610,7 @@ class StillDropout(nn.Sequential):
 
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_modes_of_submodules_are_kept(engine: str, tmp_path: Path) -> None:
-    """In local training, for a teacher and in evaluation."""
+    """They are in local training, for a teacher and in evaluation."""
     for objective in (FedAvg(net=StillDropout()), FedGMT(net=StillDropout())):
         trained = train(tmp_path, objective, engine, max_rounds=1)
         assert [module.training for module in objective.net.modules()] == [True, True, False, True]
@@ -642,10 +642,10 @@ def starved(folder: Path, engine: Any, results: Any) -> None:
             max_rounds=1, clients_per_round=64, engine=engine, client_block=block, precision="64-true", local_steps=1,
             accelerator="cpu", threads=1, default_root_dir=folder, enable_progress_bar=False, callbacks=limits,
         )  # fmt: skip
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             run = trainer.fit(FedAvg(net=net, optimizer=SGD(0.1)), Digits(num_clients=64, batch_size=4))
-        said = [str(w.message) for w in found if "out of memory" in str(w.message)]
-        results.send((run.global_model.numpy(), said))
+        messages = [str(warning.message) for warning in caught if "out of memory" in str(warning.message)]
+        results.send((run.global_model.numpy(), messages))
 
 
 @pytest.mark.sampled(slow=2)
@@ -658,9 +658,9 @@ def test_a_block_that_does_not_fit_is_halved(engine: str, tmp_path: Path) -> Non
     child = spawn.Process(target=starved, args=(tmp_path, engine, sender))
     child.start()
     sender.close()  # so that a child that fails ends recv
-    (blocks, nothing), (w, found) = receiver.recv(), receiver.recv()
+    (blocks, nothing), (w, messages) = receiver.recv(), receiver.recv()
     child.join()
-    assert found[0].startswith("out of memory with 64 clients at once: 32 from now on") and not nothing
+    assert messages[0].startswith("out of memory with 64 clients at once: 32 from now on") and not nothing
     np.testing.assert_allclose(w, blocks, rtol=1e-12, atol=1e-14)
 
 
@@ -703,22 +703,22 @@ class Wrong(Backwards):
 
     def train(self, jobs: Sequence[Job]) -> list[LocalResult]:
         results = super().train(jobs)
-        return [replace(each, upload={**each.upload, "w": each.upload["w"] * 1.001}) for each in results]
+        return [replace(result, upload={**result.upload, "w": result.upload["w"] * 1.001}) for result in results]
 
 
 @pytest.mark.slow
 def test_an_engine_of_ones_own(tmp_path: Path) -> None:
     """It has the bits of the sequential one, its class is in config and checkpoint, and a wrong one is refused."""
-    one, own = (train(tmp_path, FedAvg(Small()), engine) for engine in ("sequential", Backwards))  # type: ignore[arg-type]
-    assert torch.equal(one.server.w, own.server.w)
+    sequential, custom = (train(tmp_path, FedAvg(Small()), engine) for engine in ("sequential", Backwards))  # type: ignore[arg-type]
+    assert torch.equal(sequential.server.w, custom.server.w)
     path = f"{__name__}.Backwards"
-    assert own.engine_name == own.config["trainer"]["engine"] == path and type(own.engine) is Backwards
-    whole = train(tmp_path, FedAvg(Small()), "sequential", max_rounds=4)
+    assert custom.engine_name == custom.config["trainer"]["engine"] == path and type(custom.engine) is Backwards
+    reference = train(tmp_path, FedAvg(Small()), "sequential", max_rounds=4)
     options: dict[str, Any] = {"clients_per_round": 4, "precision": "64-true", "accelerator": "cpu", "max_rounds": 4}
     for engine in (Backwards, "auto"):  # that of the checkpoint
         trainer = FederatedTrainer(engine=engine, default_root_dir=str(tmp_path), **options)
-        resumed = trainer.fit(FedAvg(Small()), data(4), str(own.folder.last))
-        assert torch.equal(resumed.server.w, whole.server.w) and type(resumed.engine) is Backwards
+        resumed = trainer.fit(FedAvg(Small()), data(4), str(custom.folder.last))
+        assert torch.equal(resumed.server.w, reference.server.w) and type(resumed.engine) is Backwards
     with pytest.raises(UserError, match=r"trainer.engine = backwards: FedAvg gives .* something else"):
         train(tmp_path, FedAvg(Small()), Wrong)  # type: ignore[arg-type]
     assert FederatedTrainer(engine=SequentialEngine).engine == "sequential"

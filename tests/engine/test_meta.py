@@ -49,11 +49,11 @@ def from_the_host(objective: LocalObjective, monkeypatch: pytest.MonkeyPatch) ->
     minibatches = run.minibatch_table(cohort.clients, cohort.contexts)
     (trained,) = rounds.train([drawn], minibatches, server, table)
     assert all(v.is_meta for v in trained.server.values())
-    host, there = (
+    on_host, on_meta = (
         {node for node in engine.stage.graph.graph.nodes if node.meta.get("device") == device}
         for device in (torch.device("cpu"), torch.device(META))
     )
-    pairs = [(node, user) for node in host for user in node.users if user in there]
+    pairs = [(node, user) for node in on_host for user in node.users if user in on_meta]
     return [(node.meta, user.target, len(user.all_input_nodes)) for node, user in pairs]
 
 

@@ -34,11 +34,11 @@ DECORR = ("FedDecorr", "", "beta", 0.9 * 0.1)
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The programs that are compiled; they run as recorded, since the compiler takes half a minute for each."""
-    made: list[Any] = []
-    monkeypatch.setattr(replay, "Compiled", lambda program: made.append(program) or program)
+    programs: list[Any] = []
+    monkeypatch.setattr(replay, "Compiled", lambda program: programs.append(program) or program)
     monkeypatch.setattr(loop.engine, "check", lambda *_: None)
     compiled.cache_clear()
-    yield made
+    yield programs
     compiled.cache_clear()
 
 
@@ -52,8 +52,8 @@ def assert_same_bits(one: Run, other: Run) -> None:
 
 def numbers(owner: Any) -> dict[str, float]:
     """The numeric settings of an objective or a part, each changed a little."""
-    found = {name: v for name, v in vars(owner or object).items() if type(v) in (int, float) and name[0] != "_"}
-    return {name: v + 1 if isinstance(v, int) else 0.9 * v or 0.05 for name, v in found.items()}
+    settings = {name: v for name, v in vars(owner or object).items() if type(v) in (int, float) and name[0] != "_"}
+    return {name: v + 1 if isinstance(v, int) else 0.9 * v or 0.05 for name, v in settings.items()}
 
 
 @pytest.mark.sampled(slow=8, start=7)
@@ -61,7 +61,7 @@ def numbers(owner: Any) -> dict[str, float]:
     "name", [pytest.param(n, marks=[] if n == "FedProx" else pytest.mark.slow) for n in algorithms.__all__]
 )
 def test_a_setting_changes_what_it_changes_without_the_cache(name: str, tmp_path: Path, programs: list[Any]) -> None:
-    """Each number of an algorithm and its ascent, and of each optimizer, after a run with the setting as it was."""
+    """So does each number of an algorithm, its ascent and its optimizer, after a run with the setting as it was."""
 
     def run(path: str = "", setting: str = "", value: float = 0) -> Run:
         optimizer = optimizer_for(name, 0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
@@ -115,7 +115,7 @@ class Held(LocalObjective):
 def test_tensors_that_a_record_holds_are_inputs_of_its_code(
     make: Callable[[int], LocalObjective], tmp_path: Path, programs: list[Any]
 ) -> None:
-    """So runs share it whose frozen layers differ."""
+    """So runs whose frozen layers differ share it."""
     runs = [train(tmp_path, make(i), "graphed", compile=True, local_steps=2) for i in range(2)]
     assert len(programs) == 1
     assert not torch.equal(runs[0].server.w, runs[1].server.w)
@@ -130,11 +130,11 @@ def test_dtypes_and_steps_have_code_of_their_own(tmp_path: Path, programs: list[
 
 @pytest.mark.slow
 def test_compiled_code_is_kept_in_the_users_folder(tmp_path: Path) -> None:
-    """In one for each kind of processor. torch chooses another one when it is imported, hence a new process."""
+    """Each kind of processor has its own. torch chooses another one when it is imported, hence a new process."""
     code = "import fl_lightning; from fl_lightning.engine.replay import Compiled; Compiled(lambda x: x)\n"
     code += "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
-    kept = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    env = {**kept, "XDG_CACHE_HOME": str(tmp_path), "ATEN_CPU_CAPABILITY": "default"}
-    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-    assert Path(said.strip()).parent == tmp_path / "fl_lightning" / "inductor"
-    assert said.strip().endswith("_DEFAULT_")
+    variables = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    env = {**variables, "XDG_CACHE_HOME": str(tmp_path), "ATEN_CPU_CAPABILITY": "default"}
+    output = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert Path(output.strip()).parent == tmp_path / "fl_lightning" / "inductor"
+    assert output.strip().endswith("_DEFAULT_")

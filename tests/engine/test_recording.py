@@ -45,8 +45,8 @@ def by_torch(function: Callable[[Tensors, ClientContext], Tensors], named: Tenso
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = dict(zip(named, tensors, strict=True))
         columns: Any = {name.removeprefix("ctx."): v for name, v in inputs.items() if name.startswith("ctx.")}
-        now = replace(ctx, t=RecordedRound(Numbers(ctx.t, inputs["t"])), **columns)
-        return tuple(function(inputs, now).values())
+        context = replace(ctx, t=RecordedRound(Numbers(ctx.t, inputs["t"])), **columns)
+        return tuple(function(inputs, context).values())
 
     return make_fx(flat)(*named.values())
 
@@ -56,19 +56,19 @@ def by_torch(function: Callable[[Tensors, ClientContext], Tensors], named: Tenso
 def test_every_step_and_round_is_recorded_as_torch_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = list[str]()
+    recorded_lines = list[str]()
 
     def both(function: Any, named: Tensors, ctx: ClientContext) -> Stage:
         ours = stage(function, named, ctx)
-        seen.extend(found := operations(simplified(deepcopy(ours.graph), constants=False)))
-        assert found == operations(simplified(by_torch(function, named, ctx), constants=False))
+        recorded_lines.extend(lines := operations(simplified(deepcopy(ours.graph), constants=False)))
+        assert lines == operations(simplified(by_torch(function, named, ctx), constants=False))
         return ours
 
     monkeypatch.setattr(graphed, "stage", both)
     monkeypatch.setattr(recorded_rounds, "stage", both)
     objective = getattr(algorithms, name)(net=Small(), optimizer=optimizer_for(name, 0.05, momentum=0.9))
     train(tmp_path, objective, "graphed", max_rounds=4)
-    assert len(seen) > 20
+    assert len(recorded_lines) > 20
 
 
 def in_place(x: Tensor, held: Tensor) -> list[Tensor]:
@@ -107,11 +107,11 @@ def test_functions(function: Callable[[Tensor, Tensor], list[Tensor]]) -> None:
     x, held = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([1.0, 0.5, -2.0])
     ours, torchs = recorded(lambda x: function(x, held), x), make_fx(lambda x: function(x, held))(x)
     assert operations(simplified(deepcopy(ours), False)) == operations(simplified(torchs, False))
-    for other in (x, torch.tensor([-0.0, 1e-40, 0.7]), torch.randn(3)):
-        kept = other.clone(), held.clone()
+    for argument in (x, torch.tensor([-0.0, 1e-40, 0.7]), torch.randn(3)):
+        copies = argument.clone(), held.clone()
         for graph in (ours, simplified(deepcopy(ours))):
-            assert all(map(torch.equal, graph(other), function(other, held)))
-        assert torch.equal(other, kept[0]) and torch.equal(held, kept[1])
+            assert all(map(torch.equal, graph(argument), function(argument, held)))
+        assert torch.equal(argument, copies[0]) and torch.equal(held, copies[1])
 
 
 def test_python_may_look_at_what_is_always_the_same() -> None:

@@ -76,8 +76,8 @@ def test_no_right_run_is_refused(name: str, engine: str, start: str, precision: 
         )
         return trainer.fit(model, Digits(num_clients=5, batch_size=64), ckpt_path).folder.path / "checkpoints/last.ckpt"
 
-    done = fit(objective(None if start == "fresh" else flat()))
+    checkpoint = fit(objective(None if start == "fresh" else flat()))
     if start == "checkpoint":
-        fit(objective(str(done)))
+        fit(objective(str(checkpoint)))
     elif start == "resumed":
-        fit(objective(flat()), 2, str(done))
+        fit(objective(flat()), 2, str(checkpoint))

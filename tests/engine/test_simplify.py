@@ -56,7 +56,7 @@ def ones(x: Tensor) -> Tensor:
 
 
 def rows(x: Tensor) -> Tensor:
-    """Of the minibatches of all steps those of one."""
+    """Those of one step, out of the minibatches of all steps."""
     return x[1:2].unbind()[0] + x[0:1].select(0, 0) + x[:, 0:1].select(0, 1)
 
 

@@ -90,7 +90,7 @@ class Centered(Stepping):
 
 
 class SlightlyCentered(Stepping):
-    """A few percent of the update."""
+    """Changes the update by a few percent."""
 
     def of(self, g: Tensor, w: Tensor, ctx: Any) -> Tensor:
         return g * (1 + 0.02 * torch.tanh(g.mean() / g.std()))
@@ -248,7 +248,7 @@ class FromStepThree(LocalObjective):
 
 
 class FromStepFour(LocalObjective):
-    """Of five."""
+    """Mixes in the fourth of five steps."""
 
     scratch_state = {"step": 0.0}
 
@@ -319,7 +319,12 @@ def test_a_tuple_may_hold_a_list(tmp_path: Path) -> None:
     objectives = [Held(net=Small(), optimizer=SGD(0.1)) for _ in range(2)]
     for objective in objectives:
         objective.layers = (1, [2])  # type: ignore[assignment]
-    assert_close(*(train(tmp_path, it, name) for it, name in zip(objectives, ("graphed", "sequential"), strict=True)))
+    assert_close(
+        *(
+            train(tmp_path, objective, name)
+            for objective, name in zip(objectives, ("graphed", "sequential"), strict=True)
+        )
+    )
 
 
 @pytest.mark.sampled(quick=8, slow=2, start=1)
@@ -338,7 +343,7 @@ def test_wrong_hook(wrong: str, engine: str, tmp_path: Path) -> None:
         assert message.startswith(ELSEWHERE[wrong])
         return
     assert message.startswith(f"trainer.engine = {engine}: ") and kind in message and "sequential" in message
-    if wrong in [each.__name__ for each in GLOBAL]:
+    if wrong in [algorithm.__name__ for algorithm in GLOBAL]:
         assert "draws from torch's global generator; draw by ctx.randn_like(v) or ctx.draw(function)" in message
     if wrong == "RandomLosses":
         assert "draw those of a loss in loss_constants, by ctx.randn_like(v) or ctx.draw(function)" in message
@@ -625,7 +630,7 @@ class HeavyBall(ServerUpdate):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sequential", "graphed"])
 def test_what_the_server_s_parts_keep_is_a_warning(name: str, tmp_path: Path) -> None:
-    found = {
+    fields = {
         "tensor": "v",
         "in place": "v",
         "list": "all",
@@ -634,10 +639,10 @@ def test_what_the_server_s_parts_keep_is_a_warning(name: str, tmp_path: Path) ->
         "entries": "(window|means)",
         "object": "n",
     }
-    for where, of in found.items():
+    for where, field in fields.items():
         objective = FedAvg(net=Small(), server_update=HeavyBall(where))
         with pytest.warns(
-            UserWarning, match=rf"(HeavyBall|Memory) sets self\.{of} in the server's step: a resumed run lacks it"
+            UserWarning, match=rf"(HeavyBall|Memory) sets self\.{field} in the server's step: a resumed run lacks it"
         ):
             train(tmp_path, objective, name, max_rounds=3)
     with warnings.catch_warnings():
@@ -678,10 +683,10 @@ class RunningMean(Aggregation):
 
 
 def test_what_a_rule_keeps_is_a_warning(tmp_path: Path) -> None:
-    """Numbers as well: no checkpoint has those of a rule."""
-    with pytest.warns(UserWarning, match=r"RunningMean sets self\.old in") as found:
+    """Numbers count as well: no checkpoint has those of a rule."""
+    with pytest.warns(UserWarning, match=r"RunningMean sets self\.old in") as caught:
         train(tmp_path, FedAvg(net=Small()), "sequential", aggregation=RunningMean(), max_rounds=2)
-    assert any("RunningMean sets self.calls in the server's step" in str(each.message) for each in found)
+    assert any("RunningMean sets self.calls in the server's step" in str(warning.message) for warning in caught)
 
 
 class Dims(Small):
@@ -722,17 +727,17 @@ class Changes(Callback):
             self.change(run.objective)
 
 
-@pytest.mark.parametrize(("of", "at"), [("global", 1), ("net", 3)])
-def test_what_a_record_does_not_see_ends_the_run(at: int, of: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """A global of the hooks' module, or an attribute of the net: in the next round, or at the latest in the last."""
+@pytest.mark.parametrize(("target", "at"), [("global", 1), ("net", 3)])
+def test_what_a_record_does_not_see_ends_the_run(at: int, target: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """A global of the hooks' module ends it in the next round, an attribute of the net at the latest in the last."""
     monkeypatch.setitem(PULL, "mu", 0.1)
-    change = Changes(at, lambda x: PULL.update(mu=0.2) if of == "global" else setattr(x.net, "factor", 2.0))
+    change = Changes(at, lambda x: PULL.update(mu=0.2) if target == "global" else setattr(x.net, "factor", 2.0))
     objective = Pulled(net=Dims(), optimizer=SGD(0.1))
     message = "Pulled, its net or its loss reads something that has changed since its step was recorded in round 1"
     with pytest.raises(UserError, match=message):
         train(tmp_path, objective, "graphed", max_rounds=5, callbacks=[change])
-    done = {"global": 1, "net": 4}[of]
-    assert [round_ for round_, _ in metrics(newest(tmp_path))["client/lr"]] == [*range(1, done + 1)]
+    rounds = {"global": 1, "net": 4}[target]
+    assert [round_ for round_, _ in metrics(newest(tmp_path))["client/lr"]] == [*range(1, rounds + 1)]
 
 
 def test_a_tensor_on_the_objective_may_change(tmp_path: Path) -> None:
@@ -805,18 +810,20 @@ def test_what_the_server_s_step_keeps_is_that_of_the_rounds(where: str, tmp_path
     engines = [("sequential", []), ("graphed", [Watches()]), ("graphed", [])]
     with pytest.warns(UserWarning, match="a resumed run lacks it"):
         runs = [
-            train(tmp_path, of, name, callbacks=callbacks, eval_every=5, max_rounds=4)
-            for of, (name, callbacks) in zip(objectives, engines, strict=True)
+            train(tmp_path, objective, name, callbacks=callbacks, eval_every=5, max_rounds=4)
+            for objective, (name, callbacks) in zip(objectives, engines, strict=True)
         ]
     assert_close(runs[0], runs[1])
     assert torch.equal(runs[1].server.w, runs[2].server.w)
     draw = np.random.default_rng(0)
-    for of in objectives:
-        most = max(len(of.steps), len(of._steps), len(of.named["steps"]), len(of.memory.steps))
-        assert most == (0 if where in ("in place", "generator") else 4)
+    for objective in objectives:
+        length = max(
+            len(objective.steps), len(objective._steps), len(objective.named["steps"]), len(objective.memory.steps)
+        )
+        assert length == (0 if where in ("in place", "generator") else 4)
     if where == "generator":
         draw.random(4)
-        assert {of.draw.random() for of in objectives} == {draw.random()}
+        assert {objective.draw.random() for objective in objectives} == {draw.random()}
 
 
 class OnItsClass(LocalObjective):
@@ -865,9 +872,9 @@ def test_what_a_class_keeps_and_what_each_round_turns_is_that_of_the_rounds(
     for name, callbacks in (("sequential", []), ("graphed", [Watches()]), ("graphed", [])):
         OnItsClass.past.clear()
         OnItsClass.calls = 0
-        of = kind(net=Small(), optimizer=SGD(0.1))
+        objective = kind(net=Small(), optimizer=SGD(0.1))
         with pytest.warns(UserWarning, match=rf"{kind.__name__} (changes|sets) self\.(past|sum|flag) .* a resumed"):
-            runs.append(train(tmp_path, of, name, callbacks=callbacks, eval_every=5, max_rounds=4))
+            runs.append(train(tmp_path, objective, name, callbacks=callbacks, eval_every=5, max_rounds=4))
         assert OnItsClass.past == [*range(4 * (kind is OnItsClass))]
     assert_close(runs[0], runs[1])
     assert torch.equal(runs[1].server.w, runs[2].server.w)
@@ -943,7 +950,7 @@ class InAList(nn.Module):
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_a_parameter_in_a_list_stays_as_it_is(engine: str, tmp_path: Path) -> None:
     objectives = [FedAvg(net=net, optimizer=SGD(0.1)) for net in (InAList(), Small())]
-    first, second = (train(tmp_path, of, engine, max_rounds=2) for of in objectives)
+    first, second = (train(tmp_path, objective, engine, max_rounds=2) for objective in objectives)
     assert not first.server.w.requires_grad
     torch.testing.assert_close(first.server.w, second.server.w, rtol=1e-9, atol=1e-12)
 
@@ -972,9 +979,9 @@ def test_no_gradient_flows_from_a_hook(engine: str, tmp_path: Path) -> None:
     run = train(tmp_path, Distilling(net=Small(), optimizer=SGD(0.1)), engine)
     assert not run.server.w.requires_grad
     plain = train(tmp_path, FedAvg(net=Small(), optimizer=SGD(0.1)), engine, max_rounds=1)
-    once = train(tmp_path, Distilling(net=Small(), optimizer=SGD(0.1)), engine, max_rounds=1)
-    way, whole = once.server.w - once.clients.w0, plain.server.w - plain.clients.w0
-    torch.testing.assert_close(way, 0.4 * whole, rtol=1e-9, atol=1e-12)
+    distilled = train(tmp_path, Distilling(net=Small(), optimizer=SGD(0.1)), engine, max_rounds=1)
+    step, plain_step = distilled.server.w - distilled.clients.w0, plain.server.w - plain.clients.w0
+    torch.testing.assert_close(step, 0.4 * plain_step, rtol=1e-9, atol=1e-12)
 
 
 class Tiring(Schedule):
@@ -1011,7 +1018,12 @@ def test_a_parameter_of_the_loss_is_a_constant_unless_the_net_has_it(tmp_path: P
         UserWarning, match=r"model\.loss\.power stays as it is: only parameters of model\.net are trained"
     ):
         objectives = [FedAvg(net=Small(), loss=Focal(), optimizer=SGD(0.1)) for _ in range(2)]
-    assert_close(*(train(tmp_path, of, name) for of, name in zip(objectives, ("batched", "sequential"), strict=True)))
+    assert_close(
+        *(
+            train(tmp_path, objective, name)
+            for objective, name in zip(objectives, ("batched", "sequential"), strict=True)
+        )
+    )
     assert objectives[0].loss.power == 2
     net, loss = Small(), Focal()
     net.register_parameter("power", loss.power)
@@ -1030,12 +1042,12 @@ def test_what_is_trained_stays_the_same_in_a_run(frozen: bool, engine: str, tmp_
         objectives.append(FedAvg(net=net, optimizer=SGD(0.1)))
     first, second = objectives
     message = r"requires_grad of 1\.weight has changed since the algorithm was made"
-    change = Changes(2, lambda of: of.net[1].weight.requires_grad_(not frozen))
+    change = Changes(2, lambda objective: objective.net[1].weight.requires_grad_(not frozen))
     with pytest.raises(UserError, match=message):
         train(tmp_path, first, engine, callbacks=[change])
     assert last(newest(tmp_path))["round"] == 2
     change.change(second)
     with pytest.raises(UserError, match=message):
         train(tmp_path, second, engine)
-    for of in objectives:
-        train(tmp_path, FedAvg(net=of.net, optimizer=SGD(0.1)), engine, max_rounds=1)
+    for objective in objectives:
+        train(tmp_path, FedAvg(net=objective.net, optimizer=SGD(0.1)), engine, max_rounds=1)

@@ -95,48 +95,48 @@ def transcription(rule: Aggregation, columns: dict[str, Any], known: dict[str, A
 
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_rules_are_those_of_the_papers(rule: Aggregation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without weights, in any order, whole and in blocks of two coordinates."""
+    """They are with and without weights, in any order, at once and in blocks of two coordinates."""
     columns, known, _ = problem()
     counts = np.array([1, 3, 2, 5, 1, 4, 2, 6, 3, 3])  # 30: a fifth is a whole number
     order = np.random.default_rng(1).permutation(CLIENTS)
-    found = averages(rule, columns, known, counts)
+    ordered = averages(rule, columns, known, counts)
     shuffled = averages(rule, {name: rows[order] for name, rows in columns.items()}, known, counts[order])
     monkeypatch.setattr(aggregation, "BLOCK", 2 * CLIENTS)
     blocks = averages(rule, columns, known, counts)
     weighted, plain = (transcription(rule, columns, known, n) for n in (counts, np.ones(CLIENTS, int)))
     for name in columns:
-        for each in (found, shuffled, blocks):
-            np.testing.assert_allclose(each.weighted(name), weighted[name], rtol=1e-12, atol=1e-13)
-            np.testing.assert_allclose(each.mean(name), plain[name], rtol=1e-12, atol=1e-13)
+        for uploads in (ordered, shuffled, blocks):
+            np.testing.assert_allclose(uploads.weighted(name), weighted[name], rtol=1e-12, atol=1e-13)
+            np.testing.assert_allclose(uploads.mean(name), plain[name], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("rule", ROBUST, ids=name_of)
 @pytest.mark.parametrize("value", [1e4, -1e30, 1e200])
 def test_bad_clients_move_nothing_out_of_the_range_of_the_others(rule: Aggregation, value: float) -> None:
-    """Two of ten, with as many samples as the mean: the share that the rules are set to."""
+    """Two of ten are bad, with as many samples as the mean: the share that the rules are set to."""
     for seed in range(5):
         columns, known, _ = problem(seed)
         honest = {name: rows[2:] for name, rows in columns.items()}
         bad = {name: np.concatenate([np.full_like(rows[:2], value), rows[2:]]) for name, rows in columns.items()}
-        found = averages(rule, bad, known, np.full(CLIENTS, 3))
+        uploads = averages(rule, bad, known, np.full(CLIENTS, 3))
         for name, rows in honest.items():
-            for mean in (found.mean(name), found.weighted(name)):
+            for mean in (uploads.mean(name), uploads.weighted(name)):
                 assert (mean.numpy() >= rows.min(0) - 1e-12).all() and (mean.numpy() <= rows.max(0) + 1e-12).all()
 
 
 def test_clipping_bounds_what_a_client_moves_the_mean() -> None:
-    """By its weight times the norm, whatever it uploads, jointly over all names."""
+    """The bound is its weight times the norm, whatever it uploads, jointly over all names."""
     columns, known, counts = problem()
     for value in (0.0, 1e3, 1e30, 1e300):
         changed = {name: np.concatenate([np.full_like(rows[:1], value), rows[1:]]) for name, rows in columns.items()}
-        a, b = (averages(NormClipping(2.0), each, known, counts) for each in (columns, changed))
+        a, b = (averages(NormClipping(2.0), rows, known, counts) for rows in (columns, changed))
         moved = np.sqrt(sum(float((a.weighted(n) - b.weighted(n)).square().sum()) for n in columns))
         assert moved <= 2 * 2.0 * counts[0] / counts.sum() + 1e-12
 
 
 @pytest.mark.parametrize("rule", [TrimmedMean(0.2), NormClipping(1e3)], ids=name_of)
 def test_a_small_client_moves_the_weighted_mean_by_a_small_part(rule: Aggregation) -> None:
-    """One with 0.6 % of the samples, from the lowest to the highest value of all: less than five times its share."""
+    """It has 0.6 % of the samples, and goes from the lowest to the highest value: less than five times its share."""
     columns, known, _ = problem(n=20)
     counts = np.array([1, *[9] * 18, 5])  # 168 samples
     ends = [{n: np.concatenate([end(r, 0)[None], r[1:]]) for n, r in columns.items()} for end in (np.min, np.max)]
@@ -217,9 +217,9 @@ def test_a_rule_of_ones_own_with_a_mistake(golden: Golden) -> None:
 def test_processes(tmp_path: Path) -> None:
     """Two give the same bits as one; without the gathering that the rules need they are refused in one line."""
     args = ["--model=SCAFFOLD", *DIGITS, "--trainer.aggregation=TrimmedMean", "--trainer.aggregation.share=0.34"]
-    for size, where in ((1, "one"), (2, "two")):
+    for size, folder in ((1, "one"), (2, "two")):
         devices = [f"--trainer.devices={size}", *(["--trainer.strategy=ddp"] if size > 1 else [])]
-        with group(size, "fit", *args, *devices, f"--trainer.default_root_dir={where}", cwd=tmp_path) as children:
+        with group(size, "fit", *args, *devices, f"--trainer.default_root_dir={folder}", cwd=tmp_path) as children:
             ended(children)
     assert_same(state(newest(tmp_path / "one")), state(newest(tmp_path / "two")))
     refused = [*args, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.deterministic=false"]

@@ -59,7 +59,7 @@ N = 6
 def data(sizes: tuple[int, ...] = (N,) * 4, batch_size: int | None = None) -> Arrays:
     rng = np.random.default_rng(0)
     x = [rng.normal(size=(n, 2)) for n in (*sizes, 5)]
-    y = [rng.integers(0, 3, size=len(each)) for each in x]
+    y = [rng.integers(0, 3, size=len(inputs)) for inputs in x]
     return Arrays(client_arrays=list(zip(x, y, strict=True))[:-1], test=(x[-1], y[-1]), batch_size=batch_size)
 
 
@@ -69,11 +69,11 @@ def train(
     """Four clients whose tasks take this long: of N samples for SGD, three times the forward passes."""
     torch.manual_seed(0)
     ckpt_path = options.pop("ckpt_path", None)
-    of_model = {key: options.pop(key) for key in ("parts", "server_update", "optimizer", "buffers") if key in options}
+    settings = {key: options.pop(key) for key in ("parts", "server_update", "optimizer", "buffers") if key in options}
     batch_size, steps = options.pop("batch_size", None), options.get("local_steps", 1)
     net = options.pop("net", nn.Linear(2, 3)).double()
     samples = N if batch_size is None else batch_size * steps
-    model = kind(net, **({"optimizer": SGD(lr=0.5)} | of_model))
+    model = kind(net, **({"optimizer": SGD(lr=0.5)} | settings))
     forward, backward = contract_of(model)[0].passes
     rows = [f"{k},{d / (samples * (forward + 2 * backward))!r},1e30,1e30,0" for k, d in enumerate(durations)]
     (folder / "devices.csv").write_text("\n".join(["device,sec_per_sample,down_mbps,up_mbps,latency_s", *rows]))
@@ -114,28 +114,28 @@ def transcription(
     def uploaded(sent: torch.Tensor, k: int) -> torch.Tensor:
         if rows is None:
             return trained(sent, k)
-        own, left = rows.get(k, (sent[6:], 0.0))
-        x = trained(torch.cat([sent[:6], own]), k)
-        change = x[:6] - sent[:6] + left
+        biases, residual = rows.get(k, (sent[6:], 0.0))
+        x = trained(torch.cat([sent[:6], biases]), k)
+        change = x[:6] - sent[:6] + residual
         top = torch.where(change.abs() >= change.abs().sort().values[-2], change, 0.0)
         rows[k] = x[6:], change - top
         return torch.cat([sent[:6] + top, sent[6:]])
 
-    now, version, number, queue, buffer, times, stale = 0.0, 0, 0, [], [], [], []  # type: ignore[var-annotated]
+    time, version, number, queue, buffer, times, stale = 0.0, 0, 0, [], [], [], []  # type: ignore[var-annotated]
     while version < steps:
-        while queue and queue[0][0] <= now and version < steps:
-            _, _, k, sent, of = heapq.heappop(queue)
-            buffer.append((uploaded(sent, k), sent, version - of))
+        while queue and queue[0][0] <= time and version < steps:
+            _, _, k, sent, base = heapq.heappop(queue)
+            buffer.append((uploaded(sent, k), sent, version - base))
             if len(buffer) == K:
                 w = w + sum(weight(s) * (x - (w if mixes else sent)) for x, sent, s in buffer) / K
-                times.append(now)
+                times.append(time)
                 stale.append(sum(s for *_, s in buffer) / K)
                 version, buffer = version + 1, []
         while len(queue) < C:
-            if (k := next(cohorts)) not in [each[2] for each in queue]:
-                heapq.heappush(queue, (now + DURATIONS[k], number, k, w, version))
+            if (k := next(cohorts)) not in [task[2] for task in queue]:
+                heapq.heappush(queue, (time + DURATIONS[k], number, k, w, version))
                 number += 1
-        now = queue[0][0]
+        time = queue[0][0]
     return w, times, stale
 
 
@@ -161,7 +161,7 @@ def test_transcription(rule: Any, K: int, C: int, weight: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("rule", [FedBuff(2, 3, exponent=1), FedAsync(1, decay=1, concurrency=3)])
 def test_transcription_with_own_parameters_and_codes(rule: Any, tmp_path: Path) -> None:
-    """Rows of clients that train from old models; a step has no other weights."""
+    """Clients that train from old models keep their rows; a step has no other weights."""
     run = train(tmp_path, rule, rounds=16, parts=[Personal(["bias"]), Compress(rate=1 / 3)])
     w0, rows = run.clients.w0, dict[int, Any]()
     w, *_ = transcription(w0, rule.buffer or 0, 3, 16, lambda s: 1 / (1 + s), isinstance(rule, FedAsync), rows)
@@ -214,7 +214,7 @@ MINI: dict[str, Any] = {"batch_size": 2, "local_steps": 3, "sampler": UniformSam
     ],
 )
 def test_equal_speeds_and_a_full_buffer_are_rounds(kind: Any, options: Any, tmp_path: Path) -> None:
-    """To the bit, with draws of minibatches and all; the semi-synchronous server, too."""
+    """They are to the bit, draws of minibatches included; so are those of the semi-synchronous server."""
     rounds = train(tmp_path, None, kind, **MINI | options)
     rules = [FedBuff(2, 2), SemiSynchronous(MINI["durations"][0])]
     if "faults" in options or "durations" in options:  # a slot that is free is taken by another one at once
@@ -230,7 +230,7 @@ def test_equal_speeds_and_a_full_buffer_are_rounds(kind: Any, options: Any, tmp_
 
 
 def test_rules_see_the_buffer(tmp_path: Path) -> None:
-    """Not the cohorts that are drawn, nor those of over-selection."""
+    """They see neither the cohorts that are drawn nor those of over-selection."""
     assert train(tmp_path, FedBuff(5, 3), aggregation=Krum(0.1), sampler=UniformSampler(1)).rounds_done == 8
     clock = Clock(sec_per_sample=1, over_selection=2)
     trainer = FederatedTrainer(clients_per_round=2, aggregation=Krum(0.1), clock=clock, accelerator="cpu")
@@ -240,10 +240,10 @@ def test_rules_see_the_buffer(tmp_path: Path) -> None:
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     """FedBuff with a buffer of one, FedAsync with alpha 1, and cohorts of one are the same, whatever the speeds."""
-    one = MINI | {"sampler": UniformSampler(1), "durations": DURATIONS}
-    rounds = train(tmp_path, None, **one)
+    options = MINI | {"sampler": UniformSampler(1), "durations": DURATIONS}
+    rounds = train(tmp_path, None, **options)
     for rule in (FedBuff(1, 1), FedAsync(1.0, concurrency=1), FedBuff(1, 1, exponent=3)):
-        run = train(tmp_path, rule, **one)
+        run = train(tmp_path, rule, **options)
         assert torch.equal(run.server.w, rounds.server.w)
         assert column(run, "clock/time_s") == pytest.approx(column(rounds, "clock/time_s"))
 
@@ -258,7 +258,7 @@ def test_doubled_durations_and_no_weight(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_steps_by_time(tmp_path: Path) -> None:
-    """At the first multiple of the period after an arrival, with all that has arrived until then."""
+    """A step is at the first multiple of the period after an arrival, with all that has arrived until then."""
     run = train(tmp_path, SemiSynchronous(0.75, 2), rounds=4)
     assert column(run, "clock/time_s") == [1.5, 2.25, 3.0, 4.5]
     landed = [(row["client"], round(float(row["time_s"]), 9)) for row in events(run) if row["event"] == "arrival"]
@@ -407,13 +407,13 @@ ARGS = [
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     """Clients in flight train from the versions that they have received."""
     options = MINI | {"durations": DURATIONS, "engine": "sequential"}
-    whole, half = (train(tmp_path, FedBuff(2, 3), MOON, rounds=n, **options) for n in (12, 5))
+    reference, half = (train(tmp_path, FedBuff(2, 3), MOON, rounds=n, **options) for n in (12, 5))
     assert len(half.state.training["sent"]) > 1
-    on = train(tmp_path, FedBuff(2, 3), MOON, rounds=12, ckpt_path=str(half.folder.last), **options)
-    assert on.folder.path == half.folder.path
-    assert_same(state(on.folder.path), state(whole.folder.path))
-    assert metrics(on.folder.path) == metrics(whole.folder.path)
-    assert (on.folder.path / "events.csv").read_bytes() == (whole.folder.path / "events.csv").read_bytes()
+    resumed = train(tmp_path, FedBuff(2, 3), MOON, rounds=12, ckpt_path=str(half.folder.last), **options)
+    assert resumed.folder.path == half.folder.path
+    assert_same(state(resumed.folder.path), state(reference.folder.path))
+    assert metrics(resumed.folder.path) == metrics(reference.folder.path)
+    assert (resumed.folder.path / "events.csv").read_bytes() == (reference.folder.path / "events.csv").read_bytes()
     with pytest.raises(UserError, match=r"made with trainer.asynchronous = FedBuff, this run has None"):
         train(tmp_path, None, MOON, rounds=12, ckpt_path=str(half.folder.last), **options)
     content = files.load(half.folder.last)
@@ -446,16 +446,16 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
             "--trainer.callbacks.every_n_rounds=3"]  # fmt: skip
     broken = killed(*args, root=tmp_path / "broken")
     fit("fit", *ARGS, "--trainer.max_rounds=150", "--ckpt_path=last", root=tmp_path / "broken", model="MOON")
-    whole = fit("fit", *ARGS, "--trainer.max_rounds=150", root=tmp_path / "whole", model="MOON")
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole)
-    assert (broken / "events.csv").read_text() == (whole / "events.csv").read_text()
-    assert max(value for _, value in metrics(whole)["client/staleness"]) > 0
+    reference = fit("fit", *ARGS, "--trainer.max_rounds=150", root=tmp_path / "whole", model="MOON")
+    assert_same(state(broken), state(reference))
+    assert metrics(broken) == metrics(reference)
+    assert (broken / "events.csv").read_text() == (reference / "events.csv").read_text()
+    assert max(value for _, value in metrics(reference)["client/staleness"]) > 0
 
 
 @pytest.mark.slow
 def test_two_processes_have_the_same_bits(tmp_path: Path) -> None:
-    whole = fit("fit", *ARGS, "--trainer.max_rounds=12", root=tmp_path / "whole", model="MOON")
-    there = launch(2, "fit", "--model=MOON", *DIGITS, *ARGS, "--trainer.max_rounds=12", cwd=tmp_path)
-    assert_same(state(there), state(whole))
-    assert (there / "events.csv").read_text() == (whole / "events.csv").read_text()
+    single = fit("fit", *ARGS, "--trainer.max_rounds=12", root=tmp_path / "whole", model="MOON")
+    parallel = launch(2, "fit", "--model=MOON", *DIGITS, *ARGS, "--trainer.max_rounds=12", cwd=tmp_path)
+    assert_same(state(parallel), state(single))
+    assert (parallel / "events.csv").read_text() == (single / "events.csv").read_text()

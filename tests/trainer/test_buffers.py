@@ -73,11 +73,11 @@ def statistics(net: nn.Module) -> Tensor:
 
 
 def put(net: nn.Module, vector: Tensor) -> None:
-    at = 0
+    start = 0
     for m in norms(net):
         for v in (m.running_mean, m.running_var):
-            v.copy_(vector[at : at + len(v)])
-            at += len(v)
+            v.copy_(vector[start : start + len(v)])
+            start += len(v)
 
 
 def weights(net: nn.Module) -> Tensor:
@@ -136,33 +136,33 @@ def by_hand(golden: Golden, rho: float, policy: str) -> tuple[Tensor, Tensor, di
 def objective(rho: float = 0.0, policy: Any = "average", cls: Any = FedAvg, **options: Any) -> LocalObjective:
     ascent = SAM(rho) if rho else None
     options |= {} if ascent is None else {"ascent": ascent}
-    made: LocalObjective = cls(net=Net(), optimizer=SGD(lr=LR, momentum=MOMENTUM), buffers=policy, **options)
-    return made
+    model: LocalObjective = cls(net=Net(), optimizer=SGD(lr=LR, momentum=MOMENTUM), buffers=policy, **options)
+    return model
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.1], ids=["FedAvg", "FedSAM"])
 def test_average_against_a_loop(golden: Golden, rho: float) -> None:
-    fit, record = golden.run(objective(rho))
+    run, record = golden.run(objective(rho))
     w, server, _ = by_hand(golden, rho, "average")
     torch.testing.assert_close(record.server[-1].w, w, rtol=0, atol=1e-12)
     torch.testing.assert_close(record.server[-1].buffers, server, rtol=0, atol=1e-12)
     assert (server - statistics(Net().double())).abs().max() > 0.1
     # the run leaves the net as it is evaluated
-    net = fit.objective.net
+    net = run.objective.net
     torch.testing.assert_close(statistics(net), server, rtol=0, atol=1e-12)
     x, y = (torch.from_numpy(a) for a in golden.test)
     loss = F.cross_entropy(net.eval()(x.double()), y.long()).detach()
-    assert fit.metrics["server/test/loss"] == pytest.approx(float(loss), rel=1e-12)
+    assert run.metrics["server/test/loss"] == pytest.approx(float(loss), rel=1e-12)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.1], ids=["FedAvg", "FedSAM"])
 def test_local_against_a_loop(golden: Golden, rho: float) -> None:
     """SiloBN: own statistics from the initial ones on, scales and shifts shared, evaluation by batch."""
-    fit, record = golden.run(objective(rho, "local"))
+    run, record = golden.run(objective(rho, "local"))
     w, _, rows = by_hand(golden, rho, "local")
     torch.testing.assert_close(record.server[-1].w, w, rtol=0, atol=1e-12)
     assert "buffers" not in record.server[-1]
-    stored = fit.clients.rows()
+    stored = run.clients.rows()
     assert stored.keys() == rows.keys()
     for k, row in rows.items():
         torch.testing.assert_close(stored[k].buffers, row, rtol=0, atol=1e-12)
@@ -171,22 +171,22 @@ def test_local_against_a_loop(golden: Golden, rho: float) -> None:
     nn.utils.vector_to_parameters(w, net.parameters())
     x, y = (torch.from_numpy(a) for a in golden.test)
     loss = F.cross_entropy(net(x.double()), y.long()).detach()  # one batch: the whole test set
-    assert fit.metrics["server/test/loss"] == pytest.approx(float(loss), rel=1e-10)
+    assert run.metrics["server/test/loss"] == pytest.approx(float(loss), rel=1e-10)
 
 
 def test_reset_against_a_loop(golden: Golden) -> None:
     """Nobody's statistics go on; those of evaluation are torch's update_bn on the training data."""
-    fit, record = golden.run(objective(0.1, "reset"))
+    run, record = golden.run(objective(0.1, "reset"))
     w, _, _ = by_hand(golden, 0.1, "reset")
     torch.testing.assert_close(record.server[-1].w, w, rtol=0, atol=1e-12)
-    assert "buffers" not in record.server[-1] and not fit.clients.rows()
+    assert "buffers" not in record.server[-1] and not run.clients.rows()
     net = Net().double()
     nn.utils.vector_to_parameters(w, net.parameters())
-    torch.optim.swa_utils.update_bn([x for x, _ in fit.data.eval_batches("train", torch.float64)], net)
-    torch.testing.assert_close(statistics(fit.objective.net), statistics(net), rtol=0, atol=1e-12)
+    torch.optim.swa_utils.update_bn([x for x, _ in run.data.eval_batches("train", torch.float64)], net)
+    torch.testing.assert_close(statistics(run.objective.net), statistics(net), rtol=0, atol=1e-12)
     x, y = (torch.from_numpy(a) for a in golden.test)
     loss = F.cross_entropy(net.eval()(x.double()), y.long()).detach()
-    assert fit.metrics["server/test/loss"] == pytest.approx(float(loss), rel=1e-10)
+    assert run.metrics["server/test/loss"] == pytest.approx(float(loss), rel=1e-10)
 
 
 def test_training_does_not_depend_on_the_policy(golden: Golden) -> None:
@@ -217,11 +217,11 @@ def test_server_optimizer_does_not_step_them(golden: Golden) -> None:
 )
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_communication_is_counted(golden: Golden, cls: Any, vectors: tuple[int, int], policy: str) -> None:
-    made = objective(0.0, policy, cls)
-    fit, _ = golden.run(made)
-    contacts = sum(map(len, golden.schedule)) * made.phases
-    numbers = sum(vectors) * made.flat.d + (2 * B if policy == "average" else 0)
-    assert fit.metrics["comm/total_bits"] == contacts * numbers * 64
+    model = objective(0.0, policy, cls)
+    run, _ = golden.run(model)
+    contacts = sum(map(len, golden.schedule)) * model.phases
+    numbers = sum(vectors) * model.flat.d + (2 * B if policy == "average" else 0)
+    assert run.metrics["comm/total_bits"] == contacts * numbers * 64
 
 
 @pytest.mark.parametrize("policy", ["average", "local"])
@@ -230,8 +230,8 @@ def test_integers_start_anew(golden: Golden, policy: Any) -> None:
     net = Net()
     for m in norms(net):
         m.momentum = None
-    made = FedAvg(net=net, optimizer=SGD(lr=LR, momentum=MOMENTUM), buffers=policy)
-    fit, record = golden.run(made, sampler=ReplaySampler([[1], [1]]), max_rounds=2)
+    model = FedAvg(net=net, optimizer=SGD(lr=LR, momentum=MOMENTUM), buffers=policy)
+    run, record = golden.run(model, sampler=ReplaySampler([[1], [1]]), max_rounds=2)
     x, y = tensors(golden)[1]
     net = Net().double()
     for _ in range(2):
@@ -239,9 +239,9 @@ def test_integers_start_anew(golden: Golden, policy: Any) -> None:
             m.momentum = None
             m.num_batches_tracked.zero_()
         train(net, x, y, 0.0)
-    found = record.server[-1].buffers if policy == "average" else fit.clients.rows()[1].buffers
-    torch.testing.assert_close(found, statistics(net), rtol=0, atol=1e-12)
-    assert [int(m.num_batches_tracked) for m in norms(fit.objective.net)] == [0, 0]
+    buffers = record.server[-1].buffers if policy == "average" else run.clients.rows()[1].buffers
+    torch.testing.assert_close(buffers, statistics(net), rtol=0, atol=1e-12)
+    assert [int(m.num_batches_tracked) for m in norms(run.objective.net)] == [0, 0]
 
 
 def test_a_teacher_normalises_by_the_batch_and_leaves_no_trace(golden: Golden) -> None:
@@ -263,61 +263,61 @@ def test_a_teacher_normalises_by_the_batch_and_leaves_no_trace(golden: Golden) -
 
 
 def test_an_average_of_models_is_evaluated_with_statistics_of_its_own(golden: Golden) -> None:
-    fit, record = golden.run(objective(policy="reset", averaging=SWA(start=0, cycle=1)))
+    run, record = golden.run(objective(policy="reset", averaging=SWA(start=0, cycle=1)))
     assert not torch.equal(record.evaluated[-1], record.server[-1].w)
     net = Net().double()
     nn.utils.vector_to_parameters(record.evaluated[-1], net.parameters())
-    torch.optim.swa_utils.update_bn([x for x, _ in fit.data.eval_batches("train", torch.float64)], net)
+    torch.optim.swa_utils.update_bn([x for x, _ in run.data.eval_batches("train", torch.float64)], net)
     x, y = (torch.from_numpy(a) for a in golden.test)
     loss = F.cross_entropy(net.eval()(x.double()), y.long()).detach()
-    assert fit.metrics["server/test/loss"] == pytest.approx(float(loss), rel=1e-10)
+    assert run.metrics["server/test/loss"] == pytest.approx(float(loss), rel=1e-10)
 
 
 @pytest.mark.parametrize("policy", ["average", "reset"])
 def test_flatness_monitor_measures_with_the_right_statistics(golden: Golden, policy: Any) -> None:
     monitor = FlatnessMonitor(1, [LambdaMax(samples=None, tol=1e-8), Discrepancy(rho=0.1, samples=None)])
-    fit, record = golden.run(objective(0.1, policy), max_rounds=1, callbacks=[monitor])
-    net, loss, data = fit.objective.net, fit.objective.loss, fit.data
+    run, record = golden.run(objective(0.1, policy), max_rounds=1, callbacks=[monitor])
+    net, loss, data = run.objective.net, run.objective.loss, run.data
     put(net, statistics(net) if policy == "reset" else record.server[-1].buffers)
     rise = sharpness(net, loss, lambda: data.eval_batches("train", torch.float64), 0.1, at=record.server[-1].w)
-    assert fit.metrics["flatness/sharpness_global"] == pytest.approx(rise, rel=1e-9)
+    assert run.metrics["flatness/sharpness_global"] == pytest.approx(rise, rel=1e-9)
     top = lambda_max(
         hessian(net, loss, lambda: data.eval_batches("train", torch.float64), at=record.server[-1].w), tol=1e-8
     )
-    assert fit.metrics["flatness/lambda_max"] == pytest.approx(top.value, rel=1e-5)
+    assert run.metrics["flatness/lambda_max"] == pytest.approx(top.value, rel=1e-5)
     local, total = 0.0, 0
     for k, result in record.local[0].items():
         put(net, result.buffers)
         rise = sharpness(net, loss, lambda k=k: data.eval_batches(data.clients[k], torch.float64), 0.1, at=result.w)
         local, total = local + result.ctx.n_k * rise, total + result.ctx.n_k
-    assert fit.metrics["flatness/sharpness_local"] == pytest.approx(local / total, rel=1e-9)
+    assert run.metrics["flatness/sharpness_local"] == pytest.approx(local / total, rel=1e-9)
 
 
 @pytest.mark.parametrize("policy", ["average", "reset"])
 def test_each_model_is_measured_with_its_own_statistics(golden: Golden, policy: Any) -> None:
     """The model before a round, the mean of all clients' models, and that after a round from a checkpoint."""
     monitor = FlatnessMonitor(1, [CohortLoss(), Discrepancy(rho=0.1, samples=None, clients="all"), Discrepancy(0.1)])
-    fit, record = golden.run(objective(0.1, policy), max_rounds=3, callbacks=[monitor])
-    net, loss, data = fit.objective.net, fit.objective.loss, fit.data
+    run, record = golden.run(objective(0.1, policy), max_rounds=3, callbacks=[monitor])
+    net, loss, data = run.objective.net, run.objective.loss, run.data
     chosen = torch.cat([data.clients[k] for k in record.local[2]])
     losses = []
     for before in record.server[2:]:
-        fit.evaluator.load_statistics(before.w, before.get("buffers"))
+        run.evaluator.load_statistics(before.w, before.get("buffers"))
         losses.append(mean_loss(net, loss, lambda: data.eval_batches(chosen, torch.float64), before.w))
-    assert fit.metrics["flatness/loss_drop_cohort"] == pytest.approx(losses[0] - losses[1], rel=1e-9)
+    assert run.metrics["flatness/loss_drop_cohort"] == pytest.approx(losses[0] - losses[1], rel=1e-9)
 
     half, _ = golden.run(objective(0.1, policy), max_rounds=2)
-    path, again = str(half.folder.path / "checkpoints/last.ckpt"), objective(0.1, policy)
+    path, model = str(half.folder.path / "checkpoints/last.ckpt"), objective(0.1, policy)
     half.settings.max_rounds = 3
     measures: list[Measure] = [Discrepancy(0.1), Discrepancy(0.1, samples=None, clients="all"), CohortLoss()]
-    for found in flatness.run(half.settings, again, fit.data, path, measures):  # type: ignore[arg-type]
-        assert found.value == pytest.approx(fit.metrics[found.metric], rel=1e-9), found.name
+    for measurement in flatness.run(half.settings, model, run.data, path, measures):  # type: ignore[arg-type]
+        assert measurement.value == pytest.approx(run.metrics[measurement.metric], rel=1e-9), measurement.name
 
 
 def test_local_statistics_are_no_matter_to_what_measures_no_global_model(golden: Golden) -> None:
     measures: list[Measure] = [Updates(), ClientLambdaMax()]
-    fit, _ = golden.run(objective(policy="local"), max_rounds=1, callbacks=[FlatnessMonitor(1, measures)])
-    assert {"flatness/norm_w", "flatness/client_lambda_max_local"} <= fit.metrics.keys()
+    run, _ = golden.run(objective(policy="local"), max_rounds=1, callbacks=[FlatnessMonitor(1, measures)])
+    assert {"flatness/norm_w", "flatness/client_lambda_max_local"} <= run.metrics.keys()
     for wrong in (LambdaMax(), ClientEvaluation(), Discrepancy()):
         with pytest.raises(UserError, match=r"model.buffers = local: .*or do not measure it"):
             golden.run(objective(policy="local"), max_rounds=1, callbacks=[FlatnessMonitor(1, [*measures, wrong])])
@@ -337,10 +337,10 @@ class BatchNormed(nn.Sequential):
 
 def arguments(root: Path, policy: str) -> list[str]:
     """FedSAM with BatchNorm on the digits; `DIGITS` without its net."""
-    own = [x for x in DIGITS if not x.startswith("--model.net")]
-    more = ["--trainer.max_rounds=40", "--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=7"]
+    digits = [arg for arg in DIGITS if not arg.startswith("--model.net")]
+    options = ["--trainer.max_rounds=40", "--trainer.callbacks+=Checkpoints", "--trainer.callbacks.every_n_rounds=7"]
     net = ["--model=FedSAM", "--model.net=batchnormed.BatchNormed", f"--model.buffers={policy}"]
-    return [*net, *own, *more, f"--trainer.default_root_dir={root}"]
+    return [*net, *digits, *options, f"--trainer.default_root_dir={root}"]
 
 
 @pytest.fixture
@@ -358,10 +358,10 @@ def test_kill_9_and_resume(folder: Path) -> None:
     assert 0 < last(broken)["round"] < 40
     cli("fit", *arguments(folder / "broken", "local"), "--ckpt_path=last")
     cli("fit", *arguments(folder / "whole", "local"))
-    whole = newest(folder / "whole")
+    reference = newest(folder / "whole")
     assert state(broken)["client.buffers"].shape == (6, 16)
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole)
+    assert_same(state(broken), state(reference))
+    assert metrics(broken) == metrics(reference)
 
 
 class Stop(Callback):
@@ -375,19 +375,19 @@ class Stop(Callback):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_resume(golden: Golden, policy: Any) -> None:
-    """From other first values in the net, too: they are in the checkpoint."""
+    """It does so from other first values in the net, too: they are in the checkpoint."""
 
-    def made() -> LocalObjective:
+    def build() -> LocalObjective:
         return objective(0.0, policy, NaiveFedGloSS)
 
-    whole, _ = golden.run(made(), name="whole")
+    reference, _ = golden.run(build(), name="whole")
     with pytest.raises(KeyboardInterrupt):
-        golden.run(made(), name="broken", callbacks=[Stop()])
-    other = made()
-    norms(other.net)[0].running_mean += 1
-    fit, _ = golden.run(other, name="broken", ckpt_path="last")
-    assert_same(state(fit.folder.path), state(whole.folder.path))
-    assert torch.equal(statistics(fit.objective.net), statistics(whole.objective.net))
+        golden.run(build(), name="broken", callbacks=[Stop()])
+    model = build()
+    norms(model.net)[0].running_mean += 1
+    run, _ = golden.run(model, name="broken", ckpt_path="last")
+    assert_same(state(run.folder.path), state(reference.folder.path))
+    assert torch.equal(statistics(run.objective.net), statistics(reference.objective.net))
     wrong = objective(0.0, "local" if policy == "average" else "average", NaiveFedGloSS)
     with pytest.raises(UserError, match=r"made with model \(its (client|server) state\)"):
         golden.run(wrong, name="broken", ckpt_path="last")
@@ -395,15 +395,15 @@ def test_resume(golden: Golden, policy: Any) -> None:
 
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_a_checkpoint_is_evaluated_as_in_its_run(golden: Golden, policy: Any) -> None:
-    fit, _ = golden.run(objective(0.1, policy))
-    run = {name: fit.metrics[name] for name in ("server/test/acc", "server/test/loss")}
-    path = str(fit.folder.path / "checkpoints/last.ckpt")
-    assert fit.settings.test(fit.objective, fit.data) == run  # the net as it was left
-    assert fit.settings.test(objective(0.1, policy), fit.data, path) == run
+    run, _ = golden.run(objective(0.1, policy))
+    scores = {name: run.metrics[name] for name in ("server/test/acc", "server/test/loss")}
+    path = str(run.folder.path / "checkpoints/last.ckpt")
+    assert run.settings.test(run.objective, run.data) == scores  # the net as it was left
+    assert run.settings.test(objective(0.1, policy), run.data, path) == scores
     started = objective(0.1, policy, init_weights=path)
-    assert torch.equal(started.flat.vector(started.net), fit.server.w.float())
-    saved = last(fit.folder.path)["state_dict"]
-    expected = fit.server.buffers if policy == "average" else statistics(Net().double())
+    assert torch.equal(started.flat.vector(started.net), run.server.w.float())
+    saved = last(run.folder.path)["state_dict"]
+    expected = run.server.buffers if policy == "average" else statistics(Net().double())
     assert torch.equal(statistics(started.net), expected.float())
     assert saved["net.1.num_batches_tracked"] == 0
 
@@ -433,25 +433,25 @@ def test_centralized_by_the_federated_trainer(golden: Golden, policy: Any) -> No
     """Evaluation between the epochs leaves the statistics alone."""
     (x, y), test = ((a.astype(np.float64), b) for a, b in (golden.arrays[0], golden.test))
     data = Arrays(client_arrays=[(x, y)], test=test, batch_size=None)
-    fit = FederatedTrainer(
+    trainer = FederatedTrainer(
         max_rounds=3, accelerator="cpu", precision="64-true", enable_progress_bar=False,
         default_root_dir=str(golden.folder),
     )  # fmt: skip
-    made, seen = objective(0.1, policy), list[Tensor]()
-    begin = made.on_train_batch_start
-    made.on_train_batch_start = lambda *args: (seen.append(statistics(made.net)), begin(*args))  # type: ignore
-    fit = fit.centralized(made, data)
+    model, observed = objective(0.1, policy), list[Tensor]()
+    begin = model.on_train_batch_start
+    model.on_train_batch_start = lambda *args: (observed.append(statistics(model.net)), begin(*args))  # type: ignore
+    run = trainer.centralized(model, data)
     for epoch in range(4):
         net = Net().double()
         train(net, torch.from_numpy(x), torch.from_numpy(y).long(), 0.1, steps=epoch)
         if epoch < 3:
-            torch.testing.assert_close(seen[epoch], statistics(net), rtol=0, atol=1e-12)
-    torch.testing.assert_close(fit.server.w, weights(net), rtol=0, atol=1e-12)
+            torch.testing.assert_close(observed[epoch], statistics(net), rtol=0, atol=1e-12)
+    torch.testing.assert_close(run.server.w, weights(net), rtol=0, atol=1e-12)
     if policy == "average":
-        torch.testing.assert_close(fit.server.buffers, statistics(net), rtol=0, atol=1e-12)
+        torch.testing.assert_close(run.server.buffers, statistics(net), rtol=0, atol=1e-12)
         x_test, y_test = (torch.from_numpy(a) for a in golden.test)
         loss = F.cross_entropy(net.eval()(x_test.double()), y_test.long()).detach()
-        assert fit.metrics["server/test/loss"] == pytest.approx(float(loss), rel=1e-10)
+        assert run.metrics["server/test/loss"] == pytest.approx(float(loss), rel=1e-10)
 
 
 # Groups, processes, refusals
@@ -482,8 +482,8 @@ def test_a_group_of_runs(golden: Golden) -> None:
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
 def test_two_processes(folder: Path, policy: str) -> None:
     cli("fit", *arguments(folder / "one", policy), "--trainer.max_rounds=3")
-    many = ["--trainer.max_rounds=3", "--trainer.devices=2", "--trainer.strategy=ddp"]
-    with group(2, "fit", *arguments(folder / "two", policy), *many, cwd=folder) as children:
+    options = ["--trainer.max_rounds=3", "--trainer.devices=2", "--trainer.strategy=ddp"]
+    with group(2, "fit", *arguments(folder / "two", policy), *options, cwd=folder) as children:
         ended(children)
     one, two = newest(folder / "one"), newest(folder / "two")
     assert_same(state(one), state(two))
@@ -499,8 +499,8 @@ def test_refusals(golden: Golden) -> None:
     for engine in ("batched", "graphed"):
         with pytest.raises(UserError, match=rf"trainer.engine = {engine}: Net has buffers.*use sequential"):
             golden.run(objective(), engine=engine)
-    fit, _ = golden.run(objective(), engine="auto")
-    assert fit.engine_name == "sequential"
+    run, _ = golden.run(objective(), engine="auto")
+    assert run.engine_name == "sequential"
     with pytest.raises(UserError, match=r"model.buffers = local: .*or do not measure it"):
         golden.run(objective(policy="local"), callbacks=[FlatnessMonitor()])
     x, y = golden.arrays[0]
@@ -529,6 +529,6 @@ def test_refusals(golden: Golden) -> None:
     )
     alone.fit(objective(policy="reset"), data)
     with pytest.raises(UserError, match="keeps buffers, and a landscape would need"):
-        landscape.run(alone, objective(), fit.data, str(fit.folder.path / "checkpoints/last.ckpt"))
+        landscape.run(alone, objective(), run.data, str(run.folder.path / "checkpoints/last.ckpt"))
     plain = FedAvg(net=nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), buffers="average")  # nothing to keep
     assert plain.net_buffers is None and plain.wire == (("w",), ("w",))

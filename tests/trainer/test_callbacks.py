@@ -42,20 +42,20 @@ OPTIONS = {"clients_per_round": 3, "accelerator": "cpu", "threads": 1, "enable_p
 
 
 def test_a_method_that_is_no_hook_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"Counts\.on_round_ended: no hook, .*; did you mean on_round_end") as said:
+    with pytest.warns(UserWarning, match=r"Counts\.on_round_ended: no hook, .*; did you mean on_round_end") as caught:
 
         class Counts(Callback):
             def on_round_ended(self, run: Run) -> None: ...
             def on_round_end(self, run: Run) -> None: ...
 
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 def fit(
-    root: Path, *callbacks: Any, rounds: int = 6, ckpt_path: str | None = None, lr: float = 0.1, **more: Any
+    root: Path, *callbacks: Any, rounds: int = 6, ckpt_path: str | None = None, lr: float = 0.1, **overrides: Any
 ) -> Run:
     torch.manual_seed(0)
-    options = {**OPTIONS, "engine": "sequential", "max_rounds": rounds, "default_root_dir": str(root), **more}
+    options = {**OPTIONS, "engine": "sequential", "max_rounds": rounds, "default_root_dir": str(root), **overrides}
     trainer = FederatedTrainer(callbacks=list(callbacks), **options)
     model = FedAvg(DigitsMLP(hidden=8), optimizer=SGD(lr))
     return trainer.fit(model, Digits(num_clients=6, batch_size=32), ckpt_path)
@@ -78,13 +78,13 @@ def test_early_stopping_is_lightnings(tmp_path: Path, capsys: Any) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "broken", theirs.EarlyStopping("server/test/loss", patience=2), Interrupt(), lr=1e-30, rounds=9)
-    again = theirs.EarlyStopping("server/test/loss", patience=2)
-    assert fit(tmp_path / "broken", again, lr=1e-30, rounds=9, ckpt_path="last").rounds_done == 3
+    resumed_stop = theirs.EarlyStopping("server/test/loss", patience=2)
+    assert fit(tmp_path / "broken", resumed_stop, lr=1e-30, rounds=9, ckpt_path="last").rounds_done == 3
 
     # once it has stopped, it stays, unless it gets more patience
     for patience, rounds in ((2, 3), (3, 4)):
-        again = theirs.EarlyStopping("server/test/loss", patience=patience)
-        assert fit(tmp_path, again, lr=1e-30, rounds=9, ckpt_path="last").rounds_done == rounds
+        resumed_stop = theirs.EarlyStopping("server/test/loss", patience=patience)
+        assert fit(tmp_path, resumed_stop, lr=1e-30, rounds=9, ckpt_path="last").rounds_done == rounds
 
 
 class Counts(Callback):
@@ -105,7 +105,7 @@ class Counts(Callback):
 
 
 def test_callbacks_of_several_trainers_begin_each_run_in_their_first_state(tmp_path: Path) -> None:
-    """As in a loop over seeds; what checkpoints do not keep is the user's own."""
+    """They do in a loop over seeds; what checkpoints do not keep is the user's own."""
     stop, counts = theirs.EarlyStopping("server/test/loss", patience=2), Counts()
     for runs in (1, 2):
         run = fit(tmp_path, stop, counts, lr=1e-30, rounds=9)
@@ -140,7 +140,7 @@ def test_a_state_that_no_checkpoint_takes_is_refused_at_once(tmp_path: Path) -> 
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_a_checkpoint_takes_can_be_read(value: Any, tmp_path: Path) -> None:
-    """And what it does not take cannot."""
+    """What it does not take cannot."""
     files.save(tmp_path / "x", {"a": [value]})
     try:
         files.check_plain("x", {"a": [value]})
@@ -232,7 +232,7 @@ def test_the_live_table_shows_the_last_rounds(rows: int, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_the_live_table_fits_the_terminal(tmp_path: Path) -> None:
-    """As many rounds as there are lines; numbers are whole; columns that do not fit are named."""
+    """It has as many rounds as there are lines; numbers are whole; columns that do not fit are named."""
     progress = Progress()
     progress.console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
     run = fit(tmp_path, progress, FlatnessMonitor(every_n_rounds=2), rounds=40)
@@ -245,16 +245,16 @@ def test_the_live_table_fits_the_terminal(tmp_path: Path) -> None:
         shown = screen.file.getvalue()
         *rows, _ = shown.splitlines()
         assert max(map(len, rows)) <= width and len(rows) < height
-        found = [line.split() for line in rows if line.split()[0].isdecimal()]
-        assert len(found) == min(40, height - 6) and found[-1][0] == "40" and "…" not in shown
-        assert float(found[-1][1]) == pytest.approx(final["server/test/acc"], abs=1e-4)
+        cells = [line.split() for line in rows if line.split()[0].isdecimal()]
+        assert len(cells) == min(40, height - 6) and cells[-1][0] == "40" and "…" not in shown
+        assert float(cells[-1][1]) == pytest.approx(final["server/test/acc"], abs=1e-4)
         assert ("too wide, see metrics.csv: " in shown) == (width == 40)
         if width >= 80:
-            assert float(found[-1][-1]) == pytest.approx(final["flatness/discrepancy"], rel=1e-3, abs=1e-4)
+            assert float(cells[-1][-1]) == pytest.approx(final["flatness/discrepancy"], rel=1e-3, abs=1e-4)
 
 
 def test_the_end_of_a_run_is_ten_lines(tmp_path: Path) -> None:
-    """The headline with its rounds, and no protocol, which is in flatness.jsonl; TERM=dumb gets plain lines."""
+    """It has the headline with its rounds, and no protocol, which is in flatness.jsonl; TERM=dumb gets plain lines."""
     progress = Progress(min_seconds=3600)
     dumb = {"TERM": "dumb", "COLUMNS": "80"}
     progress.console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ=dumb)
@@ -290,7 +290,7 @@ class Scores(Callback):
 
 
 def test_best_checkpoint(tmp_path: Path) -> None:
-    """The best round by a metric, the best three, and a run that goes on from it as ever."""
+    """The best round by a metric, or the best three, are kept, and a run goes on from it as ever."""
     scores = Scores(3, 5, 4, float("nan"), 1, 2)
     run = fit(tmp_path, scores, Checkpoints(monitor="mine/score", mode="max"))
     names = {path.name: torch.load(path, weights_only=True)["round"] for path in run.folder.checkpoints.iterdir()}
@@ -298,10 +298,10 @@ def test_best_checkpoint(tmp_path: Path) -> None:
     top = fit(tmp_path / "top", scores, Checkpoints(monitor="mine/score", mode="min", save_top_k=3))
     names = {path.name: torch.load(path, weights_only=True)["round"] for path in top.folder.checkpoints.iterdir()}
     assert names == {"last.ckpt": 6, "best.ckpt": 5, "round_1.ckpt": 1, "round_5.ckpt": 5, "round_6.ckpt": 6}
-    whole = state(run.folder.path)
-    again = fit(tmp_path, scores, Checkpoints(monitor="mine/score", mode="max"), ckpt_path="best")
-    assert again.folder.path == run.folder.path
-    assert_same(state(run.folder.path), whole)
+    reference = state(run.folder.path)
+    resumed = fit(tmp_path, scores, Checkpoints(monitor="mine/score", mode="max"), ckpt_path="best")
+    assert resumed.folder.path == run.folder.path
+    assert_same(state(run.folder.path), reference)
     with pytest.raises(UserError, match="ckpt_path = best: no such checkpoint"):
         fit(tmp_path / "none", ckpt_path="best")
     with pytest.raises(UserError, match=r"Checkpoints\.monitor: missing; save_top_k"):

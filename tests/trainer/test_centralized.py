@@ -48,7 +48,7 @@ def trainer(folder: Path, epochs: int, **options: Any) -> L.Trainer:
 
 
 class Projected(FedAvg):
-    """With the other two hooks of a local step."""
+    """Has the other two hooks of a local step."""
 
     def step_lr(self, client: Any, ctx: Any) -> float:
         return float(0.5 * ctx.lr)
@@ -84,7 +84,7 @@ def test_is_the_federation_of_one_client(golden: Golden, tmp_path: Path, kind: A
 
 
 def test_sgd_is_torch_sgd(golden: Golden, tmp_path: Path) -> None:
-    """With learning-rate decay by epoch."""
+    """So it is with learning-rate decay by epoch."""
     x, y = (torch.from_numpy(a) for a in golden.arrays[1])
     net = golden.net()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
@@ -102,17 +102,17 @@ def test_sgd_is_torch_sgd(golden: Golden, tmp_path: Path) -> None:
 
 
 def test_sam_evaluates_the_closure_twice(tmp_path: Path) -> None:
-    seen = []
+    batches = []
 
     class Counting(FedSAM):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            seen.append(batch[0])
+            batches.append(batch[0])
             return super().training_step(batch, batch_idx)
 
     data = Digits(batch_size=32)
     fit = trainer(tmp_path, epochs=1, limit_train_batches=3)
     fit.fit(Counting(net=DigitsMLP()), datamodule=data)
-    assert len(seen) == 6 and all(torch.equal(seen[2 * i], seen[2 * i + 1]) for i in range(3))
+    assert len(batches) == 6 and all(torch.equal(batches[2 * i], batches[2 * i + 1]) for i in range(3))
 
 
 def test_learns_digits_and_logs(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_stildeam_against_its_definition(golden: Golden, tmp_path: Path) -> None
 @pytest.mark.sampled(slow=2, start=1)
 @pytest.mark.parametrize("name", ["FedAvg", "FedSAM", "FedASAM", "STildeAM"])
 def test_command_line_of_centralized(tmp_path: Path, name: str, capsys: Any) -> None:
-    """Same data, names of metrics, callbacks; SWA's average is what is evaluated."""
+    """Data, names of metrics and callbacks are the same; SWA's average is what is evaluated."""
     root = f"--trainer.default_root_dir={tmp_path}"
     common = ["--data=Digits", "--data.batch_size=32", "--trainer.max_rounds=6", root]
     monitor = ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.every_n_rounds=3"]
@@ -188,17 +188,17 @@ def test_command_line_refuses_federated_state(tmp_path: Path) -> None:
 
 
 def test_warm_up_counts_epochs(golden: Golden, tmp_path: Path) -> None:
-    seen = []
+    radii = []
 
     class Watched(SAM):
         def radius(self, t: int) -> float:
-            seen.append(super().radius(t))
-            return seen[-1]
+            radii.append(super().radius(t))
+            return radii[-1]
 
     data = Arrays(client_arrays=[golden.arrays[0]], test=golden.test, batch_size=None)
     objective = FedAvg(net=golden.net(), ascent=Watched(0.4, warmup=4, rho0=0.0))
     trainer(tmp_path, epochs=6).fit(objective, datamodule=data)
-    assert seen == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4])
+    assert radii == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4])
 
 
 def test_nothing_of_lightnings_is_shown(
@@ -207,7 +207,7 @@ def test_nothing_of_lightnings_is_shown(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No tips, no warnings of a validation step without data, no advice where SLURM is; afterwards all is as before."""
+    """No tip, warning of a validation step without data or advice on SLURM is shown; afterwards all is as before."""
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.touch(0o755)

@@ -72,8 +72,8 @@ def play(store: ClientStore, clients: Any, number: int) -> dict[int, State]:
     return rows
 
 
-def write(store: ClientStore, path: Path, pin: bool | Path = False, **more: Any) -> None:
-    save(path, {"clients": store.state_dict(pin), **more})
+def write(store: ClientStore, path: Path, pin: bool | Path = False, **entries: Any) -> None:
+    save(path, {"clients": store.state_dict(pin), **entries})
     store.saved()
 
 
@@ -112,17 +112,17 @@ def test_rows_own_their_memory(tmp_path: Path) -> None:
         rows = {
             k: State({"c": batch[k, ::2], "n": batch[k, 1:4:5], "own": batch[k, :6].view(3, 2).T}) for k in range(4)
         }
-        kept = {k: State({name: v.clone() for name, v in row.items()}) for k, row in rows.items()}
+        copies = {k: State({name: v.clone() for name, v in row.items()}) for k, row in rows.items()}
         store.stage(rows)
         store.commit()
         batch.zero_()
-        assert_holds(store, kept)
+        assert_holds(store, copies)
         store.read_ahead(rows)
-        store.stage(kept)
+        store.stage(copies)
         store.commit()
-        for row in kept.values():  # read ahead, too, is a row's own memory
+        for row in copies.values():  # read ahead, too, is a row's own memory
             row.c.neg_()
-        assert all(store.get(k, W0, {}).c.equal(-kept[k].c) for k in kept)
+        assert all(store.get(k, W0, {}).c.equal(-copies[k].c) for k in copies)
         row = 16 + 4 * (D + 1 + 6)  # bytes; what is read from the file shares the memory of one row
         assert all(v.untyped_storage().nbytes() <= row for row_of in store.rows().values() for v in row_of.values())
 
@@ -139,7 +139,7 @@ def test_without_client_state_nothing_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("memory", [NONE, THREE])
 def test_undo_after_a_checkpoint(memory: float, saved: bool, tmp_path: Path) -> None:
-    """A round that breaks off while its checkpoint is written, or right after that."""
+    """A round breaks off while its checkpoint is written, or right after that."""
     store = make(tmp_path / "clients", memory)
     rows = play(store, range(6), 0)
     write(store, tmp_path / "x.ckpt")
@@ -304,7 +304,7 @@ def rounds_for_ever(folder: Path, memory: float) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 @pytest.mark.parametrize("memory", [NONE, THREE])
 def test_kill_9(memory: float, tmp_path: Path) -> None:
-    path, done = tmp_path / "last.ckpt", 0
+    path, previous = tmp_path / "last.ckpt", 0
     for k in range(6):
         before = path.stat().st_mtime_ns if path.exists() else 0
         child = multiprocessing.get_context("fork").Process(target=rounds_for_ever, args=(tmp_path, memory))
@@ -316,8 +316,8 @@ def test_kill_9(memory: float, tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         t = torch.load(path)["round"]
-        assert t > done
-        done = t
+        assert t > previous
+        previous = t
         rows = {k: value(k, s) for s in range(t) for k in cohort(s)}
         assert_holds(read(path, tmp_path / "clients", memory), rows)
     # twenty clients, at most twice in checkpoints, and what three rounds write; twice, for what a killed run left
@@ -368,7 +368,7 @@ def test_positions_are_used_again(tmp_path: Path) -> None:
 
 
 def test_positions_of_removed_checkpoints_are_used_again(tmp_path: Path) -> None:
-    """Those of a file that is replaced, too, and although a process has died in between."""
+    """So are those of a file that is replaced, although a process has died in between."""
     store = make(tmp_path)
     for t in range(60):
         play(store, [(3 * t + k) % 12 for k in range(4)], t)
@@ -384,7 +384,7 @@ def test_positions_of_removed_checkpoints_are_used_again(tmp_path: Path) -> None
 
 
 def test_kept_checkpoints_stay_whole(tmp_path: Path) -> None:
-    """Whichever checkpoint a run goes on from, and although its last one does not know the later ones."""
+    """They do, whichever checkpoint a run goes on from, although its last one does not know the later ones."""
     store, rows, kept = make(tmp_path), {}, {}
     for t in range(6):
         rows |= play(store, [t, 7], t)
@@ -412,7 +412,7 @@ def test_a_kept_checkpoint_does_not_replace_the_last_one(tmp_path: Path) -> None
 
 
 def test_an_overwritten_checkpoint_is_noticed(tmp_path: Path) -> None:
-    """A copy that the store does not know."""
+    """The store does not know the copy."""
     store = make(tmp_path)
     play(store, range(3), 0)
     write(store, tmp_path / "last.ckpt")
@@ -428,15 +428,15 @@ def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
     store = make(tmp_path)
     play(store, range(3), 0)
     write(store, tmp_path / "last.ckpt")
-    other = read(tmp_path / "last.ckpt", tmp_path)
+    second = read(tmp_path / "last.ckpt", tmp_path)
     play(store, range(3), 1)
-    play(other, range(3), 1)
+    play(second, range(3), 1)
     with pytest.raises(UserError, match="changed, row 3 is not that of the run"):
         store.rows()
 
 
 def test_a_restart_checks_every_row(tmp_path: Path) -> None:
-    """Also of a file with gaps, and one that is read in several parts."""
+    """It does also in a file with gaps, and in one that is read in several parts."""
     m, d = 300, 2000
     w = torch.zeros(d)
     store = ClientStore({"c": "zeros"}, w, NONE)
@@ -444,24 +444,24 @@ def test_a_restart_checks_every_row(tmp_path: Path) -> None:
     for t, clients in enumerate((range(m), range(20, 29), range(130, 133))):
         store.stage({k: State({"c": torch.full((d,), float(k + t))}) for k in clients})
         store.commit()
-        found = store.state_dict()
+        state = store.state_dict()
         store.saved()
     store.close()
-    size, used = found["file"]["row_bytes"], sorted(found["file"]["positions"].tolist())
-    gaps, part = [a for a, b in pairwise(used) if b != a + 1], files.CHUNK // size
-    assert len(gaps) > 1 and m > 2 * part
+    size, used = state["file"]["row_bytes"], sorted(state["file"]["positions"].tolist())
+    gaps, chunk = [a for a, b in pairwise(used) if b != a + 1], files.CHUNK // size
+    assert len(gaps) > 1 and m > 2 * chunk
     path = tmp_path / "rows.bin"
-    whole = path.read_bytes()
-    another = whole[used[1] * size :][:size]
+    content = path.read_bytes()
+    foreign = content[used[1] * size :][:size]
     with path.open("r+b", buffering=0) as file:
-        for row in {used[0], *gaps, used[part - 1], used[part], used[m // 2], used[-1]}:
-            own = whole[row * size :][:size]
-            for harm, message in ((own[:-1] + bytes([own[-1] ^ 1]), "damaged"), (another, "changed")):
+        for row in {used[0], *gaps, used[chunk - 1], used[chunk], used[m // 2], used[-1]}:
+            original = content[row * size :][:size]
+            for harm, message in ((original[:-1] + bytes([original[-1] ^ 1]), "damaged"), (foreign, "changed")):
                 os.pwrite(file.fileno(), harm, row * size)
                 with pytest.raises(UserError, match=f"{message}, row {row} "):
-                    store.load_state_dict(found, tmp_path)
-            os.pwrite(file.fileno(), own, row * size)
-    store.load_state_dict(found, tmp_path)
+                    store.load_state_dict(state, tmp_path)
+            os.pwrite(file.fileno(), original, row * size)
+    store.load_state_dict(state, tmp_path)
     assert all(bool((store.get(k, w, {}).c == k + (20 <= k < 29) + 2 * (130 <= k < 133)).all()) for k in range(m))
     store.close()
 

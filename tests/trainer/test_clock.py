@@ -48,19 +48,19 @@ D = 2 * 3 + 3
 def data() -> Arrays:
     rng = np.random.default_rng(0)
     x = [rng.normal(size=(n, 2)) for n in (*SIZES, 5)]
-    y = [np.arange(len(each)) % 3 for each in x]
+    y = [np.arange(len(inputs)) % 3 for inputs in x]
     return Arrays(client_arrays=list(zip(x, y, strict=True))[:3], test=(x[3], y[3]), batch_size=4)
 
 
 def train(folder: Path, kind: Any = FedAvg, clock: Clock | None = None, rounds: int = 2, **options: Any) -> Run:
     torch.manual_seed(0)
     net = nn.Linear(2, 3)
-    of_model = {key: options.pop(key) for key in ("ascent", "parts") if key in options}
+    model_options = {key: options.pop(key) for key in ("ascent", "parts") if key in options}
     trainer = FederatedTrainer(
         max_rounds=rounds, accelerator="cpu", threads=1, enable_progress_bar=False, default_root_dir=str(folder),
         clock=clock, **{"engine": "sequential", "clients_per_round": 3, **options},
     )  # fmt: skip
-    return trainer.fit(kind(net, **of_model), data())
+    return trainer.fit(kind(net, **model_options), data())
 
 
 class Counting(LocalObjective):
@@ -100,21 +100,21 @@ def file(folder: Path, **options: Any) -> Clock:
     ],
 )
 def test_seconds_by_hand(kind: Any, options: Any, passes: Any, numbers: Any, tmp_path: Path) -> None:
-    """The slowest of three clients, of which the third has the device of one of the two before."""
+    """The slowest of three clients decides; the third has the device of one of the two before."""
     clock = file(tmp_path)
     run = train(tmp_path, kind, clock, **options)
     assert run.timing is not None
-    order = [run.timing.device(k) for k in range(3)]
-    assert {*order} == {*clock.rows} and order[2] == order[0]
+    devices = [run.timing.device(k) for k in range(3)]
+    assert {*devices} == {*clock.rows} and devices[2] == devices[0]
     steps = options.get("local_steps")
     samples = list(SIZES) if steps is None else [4 + 4 + 3 + 4, 4 + 2 + 4 + 2, 4 * 4]
     spent = []
-    for of, n in zip(order, samples, strict=True):
-        compute = n * (passes[0] + 2 * passes[1]) * of.sec_per_sample
-        down, up = (32 * each for each in numbers or (0, 0))
-        spent.append((compute, down / of.down_mbps / 1e6 + up / of.up_mbps / 1e6 + 2 * of.latency_s))
+    for device, n in zip(devices, samples, strict=True):
+        compute = n * (passes[0] + 2 * passes[1]) * device.sec_per_sample
+        down, up = (32 * count for count in numbers or (0, 0))
+        spent.append((compute, down / device.down_mbps / 1e6 + up / device.up_mbps / 1e6 + 2 * device.latency_s))
     if numbers is None:  # two phases, two exchanges
-        assert run.metrics["clock/comm_s"] > 2 * 2 * sum(2 * of.latency_s for of in order)
+        assert run.metrics["clock/comm_s"] > 2 * 2 * sum(2 * device.latency_s for device in devices)
         return
     slowest = max(map(sum, spent))
     expected = {
@@ -157,9 +157,9 @@ def test_training_before_the_round_takes_time_and_no_exchange(tmp_path: Path) ->
 
 def test_the_run_does_not_notice(tmp_path: Path) -> None:
     clock = Clock(sec_per_sample=0.1, down_mbps=1.0, up_mbps=0.1, latency_s=0.1, server_s=1.0)
-    with_it, without = (train(tmp_path, SCAFFOLD, each, engine="graphed") for each in (clock, None))
-    assert all(torch.equal(with_it.server[name], without.server[name]) for name in without.server)
-    times = [dict(metrics(run.folder.path)) for run in (with_it, without)]
+    timed, untimed = (train(tmp_path, SCAFFOLD, choice, engine="graphed") for choice in (clock, None))
+    assert all(torch.equal(timed.server[name], untimed.server[name]) for name in untimed.server)
+    times = [dict(metrics(run.folder.path)) for run in (timed, untimed)]
     assert {n for n in times[0] if not n.startswith(("clock/", "time/"))} == {
         n for n in times[1] if not n.startswith("time/")
     }
@@ -167,14 +167,14 @@ def test_the_run_does_not_notice(tmp_path: Path) -> None:
     doubled = train(
         tmp_path, SCAFFOLD, Clock(sec_per_sample=0.2, down_mbps=0.5, up_mbps=0.05, latency_s=0.2, server_s=2)
     )
-    assert doubled.metrics["clock/time_s"] == pytest.approx(2 * with_it.metrics["clock/time_s"], rel=1e-12)
+    assert doubled.metrics["clock/time_s"] == pytest.approx(2 * timed.metrics["clock/time_s"], rel=1e-12)
 
 
 def seconds(run: Run, t: int, K: dict[int, int] | None = None) -> dict[int, float]:
-    """Of each client of a round in which all count, in the cohort's order."""
+    """Seconds of each client of a round in which all count, in the cohort's order."""
     assert run.timing is not None
-    whole = {k: -(-SIZES[k] // 4) for k in run.settings.sampler(t, 3, run.seed)}
-    return {k: sum(run.timing.spent(k, (K or whole)[k])) for k in whole}
+    steps = {k: -(-SIZES[k] // 4) for k in run.settings.sampler(t, 3, run.seed)}
+    return {k: sum(run.timing.spent(k, (K or steps)[k])) for k in steps}
 
 
 @pytest.mark.parametrize("kind", [FedAvg, SCAFFOLD, NaiveFedGloSS])
@@ -192,8 +192,8 @@ def test_who_misses_the_deadline_is_as_if_not_drawn(tmp_path: Path) -> None:
     slow = max(times, key=times.__getitem__)
     clock = file(tmp_path, deadline_s=sorted(times.values())[1])
     strict = train(tmp_path, SCAFFOLD, clock, rounds=3)
-    other = train(tmp_path, SCAFFOLD, file(tmp_path), rounds=3, sampler=ReplaySampler([[*({*times} - {slow})]] * 3))
-    assert all(torch.equal(strict.server[name], other.server[name]) for name in strict.server)
+    replayed = train(tmp_path, SCAFFOLD, file(tmp_path), rounds=3, sampler=ReplaySampler([[*({*times} - {slow})]] * 3))
+    assert all(torch.equal(strict.server[name], replayed.server[name]) for name in strict.server)
     assert slow not in strict.clients.rows()
     assert strict.metrics["client/late"] == 1 and strict.state.failures["late"] == {slow: 3}
     assert strict.metrics["clock/time_s"] == 3 * (clock.deadline_s or 0)
@@ -201,54 +201,54 @@ def test_who_misses_the_deadline_is_as_if_not_drawn(tmp_path: Path) -> None:
     assert strict.state.total_bits == 3 * (3 * down + 2 * up)
     counts = {name: value for name, value in strict.metrics.items() if "uploads" in name and value}
     assert counts == {"clock/uploads_4": 3, "clock/uploads_7": 3}  # of three clients, in order of their times
-    assert summarise(strict.folder.path).slow_uploads == 0 and summarise(other.folder.path).slow_uploads is None
-    with pytest.warns(UserWarning, match=r"^trainer\.clock\.deadline_s = 0\.001: nobody is done") as once:
+    assert summarise(strict.folder.path).slow_uploads == 0 and summarise(replayed.folder.path).slow_uploads is None
+    with pytest.warns(UserWarning, match=r"^trainer\.clock\.deadline_s = 0\.001: nobody is done") as caught:
         nobody = train(tmp_path, SCAFFOLD, file(tmp_path, deadline_s=1e-3), rounds=2)
-    assert ["nobody" in str(each.message) for each in once].count(True) == 1
+    assert ["nobody" in str(warning.message) for warning in caught].count(True) == 1
     assert torch.equal(nobody.server.w, nobody.clients.w0) and nobody.metrics["clock/time_s"] == 2e-3
 
 
 def test_partial_work_until_the_deadline(tmp_path: Path) -> None:
     """As many whole steps as there is time for; the run is that of stragglers with as many steps."""
     run = train(tmp_path, FedAvg, file(tmp_path), rounds=1, local_steps=5)
-    steps = {k: [seconds(run, 0, dict.fromkeys(range(3), K))[k] for K in range(1, 6)] for k in range(3)}
-    deadline = sorted(steps[0] + steps[1] + steps[2])[8]
-    done = {k: sum(each <= deadline for each in steps[k]) for k in steps}
+    times = {k: [seconds(run, 0, dict.fromkeys(range(3), K))[k] for K in range(1, 6)] for k in range(3)}
+    deadline = sorted(times[0] + times[1] + times[2])[8]
+    done = {k: sum(time <= deadline for time in times[k]) for k in times}
     assert 0 < min(done.values()) < 5
-    seen: dict[int, tuple[int, int]] = {}
+    steps: dict[int, tuple[int, int]] = {}
 
     class See(Callback):
         def on_local_end(self, run: Run, result: Any) -> None:
-            seen[result.client] = result.ctx.K, result.ctx.K_missed
+            steps[result.client] = result.ctx.K, result.ctx.K_missed
 
     clock = file(tmp_path, deadline_s=deadline, late="partial")
     late = train(tmp_path, FedAvg, clock, rounds=1, local_steps=5, callbacks=[See()])
-    assert seen == {k: (n, 5 - n) for k, n in done.items() if n}
+    assert steps == {k: (n, 5 - n) for k, n in done.items() if n}
     assert late.metrics["clock/time_s"] == deadline and late.metrics["client/late"] == sum(n < 5 for n in done.values())
 
 
 def test_the_first_who_are_done_count(tmp_path: Path) -> None:
-    """Of three that are drawn the first two; a round takes until the second one."""
+    """Of three that are drawn the first two count; a round takes until the second one is done."""
     clock = file(tmp_path, over_selection=1.5)
     run = train(tmp_path, SCAFFOLD, clock, rounds=2, clients_per_round=2)
     times = seconds(run, 0)
     first = sorted(sorted(times, key=times.__getitem__)[:2])
-    other = train(tmp_path, SCAFFOLD, file(tmp_path), rounds=2, sampler=ReplaySampler([first] * 2))
-    assert all(torch.equal(run.server[name], other.server[name]) for name in run.server)
-    assert run.metrics["clock/time_s"] == other.metrics["clock/time_s"] == 2 * max(times[k] for k in first)
+    replayed = train(tmp_path, SCAFFOLD, file(tmp_path), rounds=2, sampler=ReplaySampler([first] * 2))
+    assert all(torch.equal(run.server[name], replayed.server[name]) for name in run.server)
+    assert run.metrics["clock/time_s"] == replayed.metrics["clock/time_s"] == 2 * max(times[k] for k in first)
     assert run.state.failures["late"] == {k: 2 for k in times if k not in first}
     assert vars(Clock(sec_per_sample=1, over_selection=1.1).enlarged(UniformSampler(10))[0])["clients_per_round"] == 11
 
 
 def test_the_clock_ends_a_run(tmp_path: Path) -> None:
-    one = train(tmp_path, FedAvg, file(tmp_path), rounds=1).metrics["clock/time_s"]
-    assert train(tmp_path, FedAvg, file(tmp_path, max_time_s=2.5 * one), rounds=9).rounds_done == 3
+    round_time = train(tmp_path, FedAvg, file(tmp_path), rounds=1).metrics["clock/time_s"]
+    assert train(tmp_path, FedAvg, file(tmp_path, max_time_s=2.5 * round_time), rounds=9).rounds_done == 3
 
 
 def test_a_shorter_upload_takes_less_time(tmp_path: Path) -> None:
-    whole, short = (train(tmp_path, FedAvg, file(tmp_path), parts=parts) for parts in ([], [Compress("sign")]))
-    assert short.metrics["clock/comm_s"] < whole.metrics["clock/comm_s"]
-    assert short.metrics["clock/compute_s"] == whole.metrics["clock/compute_s"]
+    full, short = (train(tmp_path, FedAvg, file(tmp_path), parts=parts) for parts in ([], [Compress("sign")]))
+    assert short.metrics["clock/comm_s"] < full.metrics["clock/comm_s"]
+    assert short.metrics["clock/compute_s"] == full.metrics["clock/compute_s"]
 
 
 ARGS = ["--data.num_clients=6", "--trainer.max_rounds=4", "--trainer.clients_per_round=4", "--trainer.clock=Clock",
@@ -257,18 +257,18 @@ ARGS = ["--data.num_clients=6", "--trainer.max_rounds=4", "--trainer.clients_per
 
 @pytest.mark.slow
 def test_two_processes_have_the_same_times(tmp_path: Path) -> None:
-    whole = metrics(fit("fit", *ARGS, root=tmp_path / "whole", model="SCAFFOLD"))
-    there = metrics(launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *ARGS, cwd=tmp_path))
+    single = metrics(fit("fit", *ARGS, root=tmp_path / "whole", model="SCAFFOLD"))
+    parallel = metrics(launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *ARGS, cwd=tmp_path))
     for name in ("time_s", "compute_s", "comm_s", "idle_s"):
-        assert there[f"clock/{name}"] == whole[f"clock/{name}"]
+        assert parallel[f"clock/{name}"] == single[f"clock/{name}"]
 
 
 def test_a_resumed_run_has_the_same_times(tmp_path: Path) -> None:
-    whole = metrics(fit("fit", *ARGS, root=tmp_path / "whole", model="FedAvg"))["clock/time_s"]
+    reference = metrics(fit("fit", *ARGS, root=tmp_path / "whole", model="FedAvg"))["clock/time_s"]
     half = fit("fit", *ARGS, "--trainer.max_rounds=2", root=tmp_path / "half", model="FedAvg")
     fit("fit", *ARGS, "--ckpt_path", str(half / "checkpoints/last.ckpt"), root=tmp_path / "half", model="FedAvg")
-    assert metrics(half)["clock/time_s"] == whole
-    assert [t for t, _ in whole] == [1, 2, 3, 4]
+    assert metrics(half)["clock/time_s"] == reference
+    assert [t for t, _ in reference] == [1, 2, 3, 4]
 
 
 def test_fedscales_file(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_fedscales_file(tmp_path: Path) -> None:
 
 
 def test_rows_count_in_their_order(tmp_path: Path) -> None:
-    """Whatever their names; blanks after commas are none of a name."""
+    """They do, whatever their names; blanks after commas are no part of a name."""
     path = tmp_path / "devices.csv"
     path.write_text("device, sec_per_sample, down_mbps, up_mbps, latency_s\n1, 0.5, 1, 1, 0\n0, 0.25, 2, 2, 0\n")
     assert read_devices(str(path), "x") == [Device(0.5, 1, 1, 0), Device(0.25, 2, 2, 0)]
@@ -296,7 +296,7 @@ def test_rows_count_in_their_order(tmp_path: Path) -> None:
             "device,speed\na,1\n",
             "not a CSV file with device, sec_per_sample, down_mbps, up_mbps, latency_s (KeyError: ",
         ),
-        *((CSV.replace(*of), "speeds are above 0") for of in (("0.5", "0"), ("0.002", "nan"), ("0.25", "inf"))),
+        *((CSV.replace(*swap), "speeds are above 0") for swap in (("0.5", "0"), ("0.002", "nan"), ("0.25", "inf"))),
         (CSV.splitlines()[0], "speeds are above 0, and times finite; give at least one device"),
         (
             CSV.replace("0.002", "0,002"),
@@ -317,10 +317,10 @@ def test_times_that_floats_cannot_add(tmp_path: Path) -> None:
         train(tmp_path, clock=Clock(sec_per_sample=1e300, sigma=0))
 
 
-@pytest.mark.parametrize("given", [{}, {"devices": "x.csv", "sec_per_sample": 1.0}])
-def test_file_or_median(given: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"devices": "x.csv", "sec_per_sample": 1.0}])
+def test_file_or_median(options: Any) -> None:
     with pytest.raises(UserError, match=r"^trainer\.clock: give either devices, a CSV file, or sec_per_sample"):
-        Clock(**given)
+        Clock(**options)
 
 
 @pytest.mark.parametrize(

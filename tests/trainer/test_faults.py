@@ -102,103 +102,103 @@ def test_a_sampler_that_draws_something_else_again_is_refused(golden: Golden, tm
 @pytest.mark.sampled(quick=9, slow=2, start=1)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_dropout_is_a_cohort_of_those_that_answer(golden: Golden, name: str) -> None:
-    """To the bit: S of every divisor is the number of uploads that arrive."""
-    two = getattr(algorithms, name).phases == 2
-    faults = Faults(drop_before=0.3) if two else Faults(drop_before=0.15, drop_after=0.15)
-    one, failing = golden.run(made(golden, name, averaging=SWA(start=0.3)), faults=faults)
+    """They agree to the bit: S of every divisor is the number of uploads that arrive."""
+    two_phases = getattr(algorithms, name).phases == 2
+    faults = Faults(drop_before=0.3) if two_phases else Faults(drop_before=0.15, drop_after=0.15)
+    failing_run, failing = golden.run(made(golden, name, averaging=SWA(start=0.3)), faults=faults)
     cohorts = Survivors(faults, golden.schedule)
-    two_, smaller = golden.run(made(golden, name, averaging=SWA(start=0.3)), sampler=cohorts)
+    smaller_run, smaller = golden.run(made(golden, name, averaging=SWA(start=0.3)), sampler=cohorts)
     assert 0 < sum(map(len, failing.local)) < sum(map(len, golden.schedule))
     for a, b in ((failing.server, smaller.server), (failing.client, smaller.client)):
         for ours, theirs in zip(a, b, strict=True):
             assert ours.keys() == theirs.keys()
-    assert_same(one.server, two_.server)
-    for k, row in one.clients.rows().items():
-        assert_same(row, two_.clients.rows()[k])
+    assert_same(failing_run.server, smaller_run.server)
+    for k, row in failing_run.clients.rows().items():
+        assert_same(row, smaller_run.clients.rows()[k])
 
 
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(("algorithm", "slot"), DUALS)
 def test_server_slot_stays_the_mean_of_all_clients(golden: Golden, algorithm: Any, slot: str) -> None:
-    """Under dropout before and after training, lateness and refusal at once."""
+    """It does under dropout before and after training, lateness and refusal at once."""
     slow = Stragglers(deadline=3, sigma=1.0)
     faults = Faults(0.1, 0.15, stragglers=slow, corrupt=Corrupt(share=0.25, each_round=True))
-    made = algorithm(net=golden.net(), optimizer=WD)
-    fit, record = golden.run(made, faults=faults, sampler=ReplaySampler([[0, 1, 2, 3]] * 6), seed=1)
+    model = algorithm(net=golden.net(), optimizer=WD)
+    run, record = golden.run(model, faults=faults, sampler=ReplaySampler([[0, 1, 2, 3]] * 6), seed=1)
     for server, clients in zip(record.server[1:], record.client, strict=True):
         mean = sum((c[slot] for c in clients.values()), torch.zeros_like(server.w)) / 4
         torch.testing.assert_close(server[slot], mean, rtol=0, atol=1e-12)
-    assert float(fit.server[slot].norm()) > 1e-3
-    assert all(fit.state.failures[kind] for kind in ("dropped", "late", "refused"))
+    assert float(run.server[slot].norm()) > 1e-3
+    assert all(run.state.failures[kind] for kind in ("dropped", "late", "refused"))
 
 
 def test_perturbation_of_fedsmoo_is_that_of_the_accepted_clients(golden: Golden) -> None:
     """s is the direction of their mean of mu_i - s_hat_i, of length rho, under all faults at once; or it stays."""
     slow, wrong = Stragglers(deadline=3, sigma=1.0), Corrupt(share=0.25, each_round=True)
     faults = Faults(0.1, 0.15, stragglers=slow, corrupt=wrong)
-    fit, record = golden.run(FedSMOO(golden.net(), optimizer=WD), faults=faults, seed=1, **EVERYBODY)
+    run, record = golden.run(FedSMOO(golden.net(), optimizer=WD), faults=faults, seed=1, **EVERYBODY)
     for t, results in enumerate(record.local):
         accepted = [r.upload["s"] for k, r in results.items() if k not in wrong.clients(t, 4, 1)]
         expected = to_radius(torch.stack(accepted).mean(0), 0.1) if accepted else record.server[t].s
         torch.testing.assert_close(record.server[t + 1].s, expected, rtol=0, atol=1e-12)
-    assert all(fit.state.failures[kind] for kind in ("dropped", "late", "refused"))
+    assert all(run.state.failures[kind] for kind in ("dropped", "late", "refused"))
 
 
 def test_two_phases(golden: Golden) -> None:
     """Who is lost after the first phase is not in the second, and keeps its state."""
-    seen: dict[int, list[set[int]]] = {}
+    cohorts: dict[int, list[set[int]]] = {}
 
     class Watch(Callback):
         def on_local_end(self, run: Run, result: Any) -> None:
-            seen.setdefault(result.ctx.t, [set(), set()])[result.ctx.phase].add(result.client)
+            cohorts.setdefault(result.ctx.t, [set(), set()])[result.ctx.phase].add(result.client)
 
     faults = Faults(drop_after=0.3)
-    fit, _ = golden.run(NaiveFedGloSS(golden.net()), callbacks=[Watch()], faults=faults, **EVERYBODY)
+    run, _ = golden.run(NaiveFedGloSS(golden.net()), callbacks=[Watch()], faults=faults, **EVERYBODY)
     lost = 0
-    for t, (first, second) in seen.items():
-        for phase, there in ((0, first), (1, second)):
+    for t, (first, second) in cohorts.items():
+        for phase, clients in ((0, first), (1, second)):
             asked = [0, 1, 2, 3] if phase == 0 else sorted(first)
-            assert there == set(faults.attendance(asked, [3] * len(asked), t, phase, 0).steps)
+            assert clients == set(faults.attendance(asked, [3] * len(asked), t, phase, 0).steps)
         assert second <= first
         lost += len(first - second)
     assert lost > 0
-    assert sum(fit.state.failures["dropped"].values()) == 24 - sum(len(second) for _, second in seen.values())
+    assert sum(run.state.failures["dropped"].values()) == 24 - sum(len(second) for _, second in cohorts.values())
 
 
 def test_stragglers_take_the_steps_until_the_deadline(golden: Golden) -> None:
     """K, k_lr and FedNova's tau are those of the steps done, on the first minibatches; under lost nothing counts."""
     speeds = {k: Stragglers(1, speeds=[0.2, 1.5]).speed(k, 0) for k in range(4)}
-    done = {k: min(3, math.floor(3 * v)) for k, v in speeds.items()}
-    assert {0, 3} < set(done.values()) and len(set(speeds.values())) == 4
+    steps = {k: min(3, math.floor(3 * v)) for k, v in speeds.items()}
+    assert {0, 3} < set(steps.values()) and len(set(speeds.values())) == 4
     for late in ("partial", "lost"):
         slow = Faults(stragglers=Stragglers(3, late, speeds=[0.2, 1.5]))  # type: ignore[arg-type]
-        fit, record = golden.run(FedNova(golden.net(), optimizer=WD), faults=slow, max_rounds=2, **EVERYBODY)
-        counts = {k: K for k, K in done.items() if (K if late == "partial" else K == 3)}
+        run, record = golden.run(FedNova(golden.net(), optimizer=WD), faults=slow, max_rounds=2, **EVERYBODY)
+        counts = {k: K for k, K in steps.items() if (K if late == "partial" else K == 3)}
         for results in record.local:
             assert {k: r.ctx.K for k, r in results.items()} == counts
             assert all(r.ctx.k_lr == pytest.approx(0.1 * counts[k]) for k, r in results.items())
             assert all(float(r.upload["tau"]) == counts[k] for k, r in results.items())
-        assert fit.state.failures == {"late": {k: 2 for k, K in done.items() if K < 3}}
-        assert fit.metrics["client/late"] == sum(K < 3 for K in done.values())
-    some, K = next((k, K) for k, K in done.items() if 0 < K < 3)
+        assert run.state.failures == {"late": {k: 2 for k, K in steps.items() if K < 3}}
+        assert run.metrics["client/late"] == sum(K < 3 for K in steps.values())
+    client, K = next((k, K) for k, K in steps.items() if 0 < K < 3)
     _, full = golden.run(FedAvg(golden.net(), optimizer=WD), local_steps=K, max_rounds=1, **EVERYBODY)
     slow = Faults(stragglers=Stragglers(3, speeds=[0.2, 1.5]))
-    _, part = golden.run(FedAvg(golden.net(), optimizer=WD), faults=slow, max_rounds=1, **EVERYBODY)
-    assert torch.equal(full.local[0][some].w, part.local[0][some].w)
+    _, partial = golden.run(FedAvg(golden.net(), optimizer=WD), faults=slow, max_rounds=1, **EVERYBODY)
+    assert torch.equal(full.local[0][client].w, partial.local[0][client].w)
 
 
 def test_speeds_and_draws() -> None:
-    """Median and spread of the log-normal; the same client, the same speed; the same seed, the same fate."""
+    """Speeds are log-normal; a client keeps its speed, and a seed its draws."""
     slow = Stragglers(1, sigma=0.7)
     logs = torch.tensor([math.log(slow.speed(k, 3)) for k in range(2000)])
     assert float(logs.median()) == pytest.approx(0, abs=0.06) and float(logs.std()) == pytest.approx(0.7, abs=0.05)
     assert slow.speed(5, 3) == Stragglers(9, sigma=0.7).speed(5, 3) != slow.speed(5, 4)
     faults, clients = Faults(drop_before=0.2, drop_after=0.25), list(range(4000))
-    found = faults.attendance(clients, [1] * 4000, 7, 0, 3)
-    assert found.receivers / 4000 == pytest.approx(0.8, abs=0.02)
-    assert len(found.steps) / 4000 == pytest.approx(0.6, abs=0.025)
-    assert sorted([*found.steps, *found.dropped]) == clients
-    assert faults.attendance([7, 5], [1, 1], 7, 0, 3).steps.keys() == {5, 7} & found.steps.keys()
+    attendance = faults.attendance(clients, [1] * 4000, 7, 0, 3)
+    assert attendance.receivers / 4000 == pytest.approx(0.8, abs=0.02)
+    assert len(attendance.steps) / 4000 == pytest.approx(0.6, abs=0.025)
+    assert sorted([*attendance.steps, *attendance.dropped]) == clients
+    assert faults.attendance([7, 5], [1, 1], 7, 0, 3).steps.keys() == {5, 7} & attendance.steps.keys()
     once, often = Corrupt(0.1), Corrupt(0.1, each_round=True)
     assert len(once.clients(0, 50, 1)) == 5 and once.clients(0, 50, 1) == once.clients(9, 50, 1)
     assert len({often.clients(t, 50, 1) for t in range(9)}) > 1
@@ -208,10 +208,10 @@ def test_a_trace_of_availability(golden: Golden, tmp_path: Path) -> None:
     """It starts again after its last round; who is not there is counted as dropped, and receives nothing."""
     (tmp_path / "up.json").write_text(json.dumps([[0, 1], [], [2]]))
     faults = Faults(available=str(tmp_path / "up.json"))
-    fit, record = golden.run(FedAvg(golden.net()), faults=faults, **EVERYBODY)
+    run, record = golden.run(FedAvg(golden.net()), faults=faults, **EVERYBODY)
     assert [[*r] for r in record.local] == [[0, 1], [], [2], [0, 1], [], [2]]
-    assert fit.state.failures == {"dropped": {0: 4, 1: 4, 2: 4, 3: 6}}
-    assert fit.metrics["comm/total_bits"] == 6 * 2 * fit.objective.flat.d * 64
+    assert run.state.failures == {"dropped": {0: 4, 1: 4, 2: 4, 3: 6}}
+    assert run.metrics["comm/total_bits"] == 6 * 2 * run.objective.flat.d * 64
 
 
 def test_what_goes_over_the_wire(golden: Golden) -> None:
@@ -222,12 +222,12 @@ def test_what_goes_over_the_wire(golden: Golden) -> None:
         (Faults(drop_after=0.5), 0, 1),
         (Faults(stragglers=Stragglers(1.5, "lost", speeds=[0.5, 4])), 0, 1),
     ):
-        fit, record = golden.run(SCAFFOLD(golden.net()), faults=faults, **EVERYBODY)
+        run, record = golden.run(SCAFFOLD(golden.net()), faults=faults, **EVERYBODY)
         answers = sum(map(len, record.local))
         assert 0 < answers < 24
         received = answers if down else 24
-        assert fit.metrics["comm/total_bits"] == (2 * received + 2 * up * answers) * d * 64
-        assert fit.metrics["comm/transmissions"] == pytest.approx((2 * received + 2 * answers) / 4)
+        assert run.metrics["comm/total_bits"] == (2 * received + 2 * up * answers) * d * 64
+        assert run.metrics["comm/transmissions"] == pytest.approx((2 * received + 2 * answers) / 4)
 
 
 # A round in which nobody answers
@@ -236,18 +236,18 @@ def test_what_goes_over_the_wire(golden: Golden) -> None:
 def test_nobody_answers(golden: Golden) -> None:
     """Server, averages and clients stay; the round counts, is evaluated, and has no loss."""
     for average in (SWA(start=1), EMA(0.5)):
-        there = Faults(available=[[0, 1, 2, 3], [], [], [0, 1, 2, 3], [0, 1], [2]])
-        made = FedDyn(golden.net(), optimizer=WD, averaging=average)
-        fit, record = golden.run(made, faults=there, eval_every=3, callbacks=[Checkpoints()], **EVERYBODY)
+        faults = Faults(available=[[0, 1, 2, 3], [], [], [0, 1, 2, 3], [0, 1], [2]])
+        model = FedDyn(golden.net(), optimizer=WD, averaging=average)
+        run, record = golden.run(model, faults=faults, eval_every=3, callbacks=[Checkpoints()], **EVERYBODY)
         for t in (1, 2):
             assert_same(record.server[t + 1], record.server[t])
             assert record.client[t].keys() == record.client[0].keys()
             for k, row in record.client[t].items():
                 assert_same(row, record.client[0][k])
-        assert all(s.finite() for s in record.server) and fit.rounds_done == 6
-        logged = metrics(fit.folder.path)
-        assert [at for at, _ in logged["client/train/loss"]] == [1, 4, 5, 6]
-        assert [at for at, _ in logged["server/test/acc"]] == [3, 6]
+        assert all(s.finite() for s in record.server) and run.rounds_done == 6
+        logged = metrics(run.folder.path)
+        assert [t for t, _ in logged["client/train/loss"]] == [1, 4, 5, 6]
+        assert [t for t, _ in logged["server/test/acc"]] == [3, 6]
         assert [n for _, n in logged["client/dropped"]] == [0, 4, 4, 0, 2, 3]
     assert not torch.equal(record.evaluated[-1], record.server[-1].w)
 
@@ -272,7 +272,7 @@ def test_engines(engine: str, golden: Golden) -> None:
 
 @pytest.mark.parametrize("kind", ["sign_flip", "scale", "noise"])
 def test_corrupted_upload(golden: Golden, kind: Any) -> None:
-    """About the received model, an update about zero; the client keeps its own state."""
+    """A model is changed about the received one, an update about zero; the client keeps its own state."""
     faults = bad(kind, factor=2.0)
     (wrong,) = faults.corrupt.clients(0, 4, 0)  # type: ignore[union-attr]
     options: dict[str, Any] = {**EVERYBODY, "max_rounds": 1}
@@ -298,14 +298,14 @@ def test_a_refused_client(golden: Golden, capsys: pytest.CaptureFixture[str]) ->
     """It is in no average and not in the loss, is named once, and counted; its row stays."""
     faults = bad("nan")
     (wrong,) = faults.corrupt.clients(0, 4, 0)  # type: ignore[union-attr]
-    fit, record = golden.run(SCAFFOLD(golden.net(), optimizer=WD), faults=faults, **EVERYBODY)
+    run, record = golden.run(SCAFFOLD(golden.net(), optimizer=WD), faults=faults, **EVERYBODY)
     others = [k for k in range(4) if k != wrong]
     _, without = golden.run(SCAFFOLD(golden.net(), optimizer=WD), sampler=ReplaySampler([others] * 6))
     assert torch.equal(record.server[-1].w, without.server[-1].w)
     assert wrong not in record.client[-1]
     losses = [record.local[-1][k].loss for k in others]
-    assert fit.metrics["client/train/loss"] == pytest.approx(float(torch.stack(losses).mean()))
-    assert read(fit.folder.path) == {wrong: (0, 0, 6)}
+    assert run.metrics["client/train/loss"] == pytest.approx(float(torch.stack(losses).mean()))
+    assert read(run.folder.path) == {wrong: (0, 0, 6)}
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert said == [f"round 1: not finite and left out: client {wrong} (each is named once; counts are in clients.csv)"]
 
@@ -342,7 +342,7 @@ class Explodes(SCAFFOLD):
 
 
 def test_divergence_is_explained(golden: Golden) -> None:
-    """Round, clients, entry, parameter, and the norms that led there."""
+    """The message has round, clients, entry, parameter, and the norms that led there."""
     says = (
         r"round 3: every upload is not finite \(client 0: delta_c, first in fc2.bias; client 1: delta_c, .*; "
         r"client 2: .*; \.\.\.\), training has diverged; in the last rounds: .*‖c‖ [\d.e-]+ → [\d.e-]+.*; lower model"
@@ -355,12 +355,12 @@ def test_divergence_is_explained(golden: Golden) -> None:
 
 
 def test_run_goes_on_after_divergence(golden: Golden) -> None:
-    fit, record = golden.run(Explodes(golden.net()), on_divergence="continue", **EVERYBODY)
+    run, record = golden.run(Explodes(golden.net()), on_divergence="continue", **EVERYBODY)
     assert_same(record.server[3], record.server[2])
-    logged = metrics(fit.folder.path)
+    logged = metrics(run.folder.path)
     assert [n for _, n in logged["client/diverged"]] == [0, 0, 1, 1, 1, 1]
     assert [n for _, n in logged["client/refused"]] == [0, 0, 4, 0, 0, 0]
-    assert [at for at, _ in logged["client/train/loss"]] == [1, 2, 4, 5, 6]
+    assert [t for t, _ in logged["client/train/loss"]] == [1, 2, 4, 5, 6]
     assert "client/diverged" not in metrics(golden.run(FedAvg(golden.net()))[0].folder.path)
 
 
@@ -399,9 +399,9 @@ class Interrupt(Callback):
 
 def digits(root: Path, *callbacks: Callback, seed: int = 0, **options: Any) -> FederatedTrainer:
     slow, wrong = Stragglers(5), Corrupt(0.2, each_round=True)
-    made = {"clients_per_round": 4, "max_rounds": 5, "engine": "sequential", "name": f"seed_{seed}", **options}
+    settings = {"clients_per_round": 4, "max_rounds": 5, "engine": "sequential", "name": f"seed_{seed}", **options}
     return FederatedTrainer(
-        **made, seed=seed, faults=Faults(0.1, 0.2, stragglers=slow, corrupt=wrong), callbacks=list(callbacks),
+        **settings, seed=seed, faults=Faults(0.1, 0.2, stragglers=slow, corrupt=wrong), callbacks=list(callbacks),
         accelerator="cpu", enable_progress_bar=False, default_root_dir=str(root),
     )  # fmt: skip
 
@@ -417,13 +417,13 @@ def data() -> Digits:
 
 @pytest.mark.slow
 def test_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    whole = digits(tmp_path / "whole").fit(objective(), data()).folder.path
+    reference = digits(tmp_path / "whole").fit(objective(), data()).folder.path
     with pytest.raises(KeyboardInterrupt):
         digits(tmp_path / "broken", Interrupt()).fit(objective(), data())
     broken = digits(tmp_path / "broken").fit(objective(), data(), "last").folder.path
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole)
-    assert read(broken) == read(whole) != {}
+    assert_same(state(broken), state(reference))
+    assert metrics(broken) == metrics(reference)
+    assert read(broken) == read(reference) != {}
 
 
 @pytest.mark.slow
@@ -440,7 +440,7 @@ def test_parallel_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_9(tmp_path: Path) -> None:
-    whole = run("fit", *ARGS, "--trainer.max_rounds=60", root=tmp_path / "whole", model="SCAFFOLD")
+    reference = run("fit", *ARGS, "--trainer.max_rounds=60", root=tmp_path / "whole", model="SCAFFOLD")
     args = ["fit", "--model=SCAFFOLD", *DIGITS, *ARGS, "--trainer.max_rounds=60"]
     args.append(f"--trainer.default_root_dir={tmp_path / 'broken'}")
     with forked(*args, cwd=tmp_path) as child:
@@ -452,19 +452,19 @@ def test_kill_9(tmp_path: Path) -> None:
     broken = newest(tmp_path / "broken")
     assert 0 < last(broken)["round"] < 60
     run("fit", *ARGS, "--trainer.max_rounds=60", "--ckpt_path=last", root=tmp_path / "broken", model="SCAFFOLD")
-    assert_same(state(broken), state(whole))
-    assert (broken / "clients.csv").read_text() == (whole / "clients.csv").read_text()
+    assert_same(state(broken), state(reference))
+    assert (broken / "clients.csv").read_text() == (reference / "clients.csv").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_two_processes(deterministic: bool, tmp_path: Path) -> None:
-    """Also where a process, or the cohort, has no client."""
+    """They agree also where a process, or the cohort, has no client."""
     args = [*ARGS, "--trainer.sampler=ReplaySampler", "--trainer.sampler.rounds=[[0,1,2],[3],[0],[4,5],[2]]"]
     args += ["--trainer.faults.available=[[0,1,2,3,4,5],[0]]", f"--trainer.deterministic={deterministic}"]
     one = run("fit", *args, root=tmp_path / "one", model="SCAFFOLD")
-    there = [*args, "--trainer.devices=2", "--trainer.strategy=ddp", f"--trainer.default_root_dir={tmp_path / 'two'}"]
-    with group(2, "fit", "--model=SCAFFOLD", *DIGITS, *there, cwd=tmp_path) as children:
+    ddp = [*args, "--trainer.devices=2", "--trainer.strategy=ddp", f"--trainer.default_root_dir={tmp_path / 'two'}"]
+    with group(2, "fit", "--model=SCAFFOLD", *DIGITS, *ddp, cwd=tmp_path) as children:
         ended(children)
     two = newest(tmp_path / "two")
     assert read(two) == read(one) != {}
@@ -482,14 +482,14 @@ def test_every_algorithm_ends(name: str, tmp_path: Path) -> None:
     slow = Stragglers(deadline=5, sigma=0.37)  # K = 3 of 90 samples; log 0.62 is 1.28 deviations below the median
     faults = Faults(drop_after=0.3, stragglers=slow, corrupt=Corrupt(0.05, each_round=True))
     torch.manual_seed(0)
-    fit = FederatedTrainer(
+    trainer = FederatedTrainer(
         max_rounds=6, clients_per_round=10, faults=faults, accelerator="cpu", threads=1, engine="sequential",
         enable_progress_bar=False, default_root_dir=str(tmp_path),
     )  # fmt: skip
-    done = fit.fit(getattr(algorithms, name)(DigitsMLP(hidden=8)), Digits(num_clients=40, batch_size=8))
-    assert done.rounds_done == 6 and done.server.finite()
-    assert all(row.finite() for row in done.clients.rows().values())
-    assert {"dropped", "late"} <= done.state.failures.keys()
+    run = trainer.fit(getattr(algorithms, name)(DigitsMLP(hidden=8)), Digits(num_clients=40, batch_size=8))
+    assert run.rounds_done == 6 and run.server.finite()
+    assert all(row.finite() for row in run.clients.rows().values())
+    assert {"dropped", "late"} <= run.state.failures.keys()
 
 
 # What is refused
@@ -522,7 +522,7 @@ def test_settings_out_of_range(make: Any, says: str) -> None:
 def test_refused_before_anything_is_written(golden: Golden) -> None:
     with pytest.raises(UserError, match=r"trainer.faults.available\[1\] = \[4\]: give different ids from 0 to 3"):
         golden.run(FedAvg(golden.net()), faults=Faults(available=[[0], [4]]))
-    fit = FederatedTrainer(faults=Faults(drop_after=0.1), accelerator="cpu", default_root_dir=str(golden.folder))
+    trainer = FederatedTrainer(faults=Faults(drop_after=0.1), accelerator="cpu", default_root_dir=str(golden.folder))
     with pytest.raises(UserError, match=r"trainer.faults: centralized training has no clients that fail"):
-        fit.centralized(FedAvg(DigitsMLP()), Digits())
+        trainer.centralized(FedAvg(DigitsMLP()), Digits())
     assert not [*golden.folder.iterdir()]

@@ -37,11 +37,11 @@ READ: dict[str, Callable[[], Any]] = {
 
 def readings() -> dict[str, Any]:
     """What can be read; reading the older interface is an error after the newer one was used."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, read in READ.items():
         with suppress(RuntimeError, AttributeError):
-            found[name] = read()
-    return found
+            values[name] = read()
+    return values
 
 
 @pytest.fixture(autouse=True)

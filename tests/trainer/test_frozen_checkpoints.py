@@ -44,19 +44,19 @@ def test_a_run_continues_to_the_same_bits(done: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_loads_by_itself(done: Path, tmp_path: Path) -> None:
     net = load_net(done)
     assert digest(constants(net)) == last(done)["frozen"]
-    whole = {f"net.{name}": value for name, value in net.state_dict().items()}
-    assert_same({name: whole[name] for name in last(done)["state_dict"]}, last(done)["state_dict"])
+    tensors = {f"net.{name}": value for name, value in net.state_dict().items()}
+    assert_same({name: tensors[name] for name in last(done)["state_dict"]}, last(done)["state_dict"])
     cli("export", ckpt(done), str(tmp_path / "net.pt"))
     assert_same(torch.load(tmp_path / "net.pt"), net.state_dict())
     # Lightning's own way, with a net that has the same frozen parameters, and with one that has others
     torch.manual_seed(5)
-    other = Frozen(DigitsMLP(8), ["3"])
+    fresh = Frozen(DigitsMLP(8), ["3"])
     with pytest.raises(UserError, match="load_from_checkpoint: net has other frozen parameters"):
-        FedDyn.load_from_checkpoint(ckpt(done), net=other)
+        FedDyn.load_from_checkpoint(ckpt(done), net=fresh)
     loaded = FedDyn.load_from_checkpoint(ckpt(done), net=load_net(done))
     assert_same(loaded.net.state_dict(), net.state_dict())
     # as initial weights, of the wrapper or of the net in it
-    assert_same(FedAvg(other, init_weights=ckpt(done)).net.state_dict(), net.state_dict())
+    assert_same(FedAvg(fresh, init_weights=ckpt(done)).net.state_dict(), net.state_dict())
     plain = {name.removeprefix("net."): value for name, value in net.state_dict().items()}
     torch.save(plain, tmp_path / "plain.pt")
     assert_same(Frozen(DigitsMLP(8), ["3"], weights=str(tmp_path / "plain.pt")).state_dict(), net.state_dict())
@@ -66,30 +66,30 @@ def test_a_checkpoint_loads_by_itself(done: Path, tmp_path: Path) -> None:
         FederatedTrainer(clients_per_round=3, accelerator="cpu", threads=1),
     )
     torch.manual_seed(6)
-    found = trainer.test(FedDyn(Frozen(DigitsMLP(8), ["3"])), data, ckpt(done))
-    assert found["server/test/acc"] == pytest.approx(metrics(done)["server/test/acc"][-1][1], abs=1e-5)
-    other = Frozen(nn.Sequential(nn.Flatten(), nn.Linear(64, 8, bias=False), nn.ReLU(), nn.Linear(8, 10)), ["3"])
+    scores = trainer.test(FedDyn(Frozen(DigitsMLP(8), ["3"])), data, ckpt(done))
+    assert scores["server/test/acc"] == pytest.approx(metrics(done)["server/test/acc"][-1][1], abs=1e-5)
+    unbiased = Frozen(nn.Sequential(nn.Flatten(), nn.Linear(64, 8, bias=False), nn.ReLU(), nn.Linear(8, 10)), ["3"])
     with pytest.raises(UserError, match=r"does not fit Frozen: its frozen 'net\.1\.bias' is missing, unknown or of"):
-        trainer.test(FedDyn(other), data, ckpt(done))
+        trainer.test(FedDyn(unbiased), data, ckpt(done))
     # the frozen parameters next to it must be there, and be its own
-    alone = tmp_path / "FedDyn-Digits/version_0/checkpoints"
-    alone.mkdir(parents=True)
-    shutil.copy(ckpt(done), alone)
+    folder = tmp_path / "FedDyn-Digits/version_0/checkpoints"
+    folder.mkdir(parents=True)
+    shutil.copy(ckpt(done), folder)
     with pytest.raises(UserError, match=r"ckpt_path = .*frozen\.pt, are not next to it; copy both"):
-        checkpoint.state_dict(alone / "last.ckpt")
+        checkpoint.state_dict(folder / "last.ckpt")
     for wrong in ({name: value + 1 for name, value in constants(net).items()}, [1], {"net.1.bias": 1}):
-        torch.save(wrong, alone / FILE)
+        torch.save(wrong, folder / FILE)
         with pytest.raises(UserError, match=r"frozen\.pt next to it holds the frozen parameters of another net"):
-            checkpoint.state_dict(alone / "last.ckpt")
+            checkpoint.state_dict(folder / "last.ckpt")
 
 
 def test_other_frozen_parameters_are_refused(done: Path, tmp_path: Path) -> None:
     """Initial weights follow the seed; with the same, a file of other weights is another net, too."""
     torch.save(DigitsMLP(8).state_dict(), tmp_path / "other.pt")
-    given = f"--model.net.weights={tmp_path / 'other.pt'}"
+    option = f"--model.net.weights={tmp_path / 'other.pt'}"
     before = sorted(done.rglob("*"))
     with pytest.raises(SystemExit, match=r"with model\.net \(its frozen parameters\) = \w{32}, this run has \w{32}"):
-        cli("fit", "--ckpt_path", ckpt(done), "--trainer.max_rounds=5", given)
+        cli("fit", "--ckpt_path", ckpt(done), "--trainer.max_rounds=5", option)
     assert sorted(done.rglob("*")) == before
 
 
@@ -114,7 +114,7 @@ def test_a_shared_weight_is_trained_and_saved_by_each_of_its_names(trained: list
 
 
 def test_seeds_with_other_frozen_parameters_are_runs_of_their_own(tmp_path: Path) -> None:
-    def made(seed: int) -> tuple[FederatedTrainer, FedAvg]:
+    def pair(seed: int) -> tuple[FederatedTrainer, FedAvg]:
         torch.manual_seed(seed)
         options = {"accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "engine": "batched"}
         trainer = FederatedTrainer(
@@ -122,7 +122,7 @@ def test_seeds_with_other_frozen_parameters_are_runs_of_their_own(tmp_path: Path
         )  # type: ignore[arg-type]
         return trainer, FedAvg(Frozen(DigitsMLP(8), ["3"]))
 
-    trainers, models = zip(*map(made, (0, 1)), strict=True)
+    trainers, models = zip(*map(pair, (0, 1)), strict=True)
     with pytest.raises(UserError, match="its frozen parameters differ between the runs"):
         parallel_runs.fit(trainers, models, Digits(num_clients=6, batch_size=32))
     assert not any(tmp_path.iterdir())

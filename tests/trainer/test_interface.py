@@ -103,16 +103,16 @@ def on_two(machines: list[str], root: Path, code: int = 0, **first: str) -> list
 @pytest.mark.long
 def test_two_machines(two_machines: list[str], tmp_path: Path) -> None:
     """They find the interface, give the bits of one process, and print each line once."""
-    said = on_two(two_machines, tmp_path)
-    assert [text.count("results: ") for text, _ in said] == [1, 0]
-    there = state(newest(tmp_path / two_machines[0] / "runs"))
-    assert_same(there, state(run("fit", root=tmp_path / "one", model="SCAFFOLD")))
+    outputs = on_two(two_machines, tmp_path)
+    assert [text.count("results: ") for text, _ in outputs] == [1, 0]
+    tensors = state(newest(tmp_path / two_machines[0] / "runs"))
+    assert_same(tensors, state(run("fit", root=tmp_path / "one", model="SCAFFOLD")))
 
 
 @pytest.mark.long
 def test_a_wrong_interface_ends_both_machines(two_machines: list[str], tmp_path: Path) -> None:
-    """In a line of each, and without waiting for each other."""
-    said = on_two(two_machines, tmp_path, 1, **dict.fromkeys(environment.INTERFACES, "none0"))
-    for number, (_, text) in enumerate(said):
+    """Each prints a line, and waits for no other."""
+    outputs = on_two(two_machines, tmp_path, 1, **dict.fromkeys(environment.INTERFACES, "none0"))
+    for number, (_, text) in enumerate(outputs):
         lines = [line for line in text.splitlines() if line.startswith("error")]
         assert len(lines) == 1 and f"process {number} does not reach the others; see their messages, and" in lines[0]

@@ -38,9 +38,9 @@ LAST = 4
 """Round after which the runs stop: neither evaluated nor measured otherwise."""
 
 
-def trainer(root: Path, *callbacks: Any, **more: Any) -> FederatedTrainer:
+def trainer(root: Path, *callbacks: Any, **overrides: Any) -> FederatedTrainer:
     options = {**OPTIONS, "engine": "sequential", "max_rounds": 20, "eval_every": 5, "default_root_dir": str(root)}
-    return FederatedTrainer(callbacks=list(callbacks), **{**options, **more})
+    return FederatedTrainer(callbacks=list(callbacks), **{**options, **overrides})
 
 
 def model(make: Any = SCAFFOLD, lr: float = 0.1) -> Any:
@@ -79,9 +79,9 @@ class StopAt(Callback):
 
 
 def measured(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What the last of the rounds done must have, of evaluation and flatness."""
-    found = metrics(folder)
-    return {name: values[-1:] for name, values in found.items() if name.startswith(("server/", "flatness/"))}
+    """What the last round that was done must have of evaluation and flatness."""
+    columns = metrics(folder)
+    return {name: values[-1:] for name, values in columns.items() if name.startswith(("server/", "flatness/"))}
 
 
 def stopping(how: str, root: Path) -> FederatedTrainer:
@@ -107,17 +107,17 @@ class Late(Callback):
 
 @pytest.mark.parametrize("how", ["callback", "logged", "early stopping", "time"])
 def test_the_last_round_of_a_stopped_run_is_that_of_a_run_of_so_many_rounds(how: str, tmp_path: Path) -> None:
-    """Model, clients and all that is measured, to the bit: local models and the pseudo-gradient, too."""
+    """Model, clients and all that is measured agree to the bit: local models and the pseudo-gradient, too."""
     stopped = stopping(how, tmp_path / "stopped").fit(model(), data())
     best = Checkpoints(every_n_rounds=5, monitor="server/test/acc")
-    whole = trainer(tmp_path / "whole", monitor(), best, max_rounds=LAST).fit(model(), data())
+    reference = trainer(tmp_path / "whole", monitor(), best, max_rounds=LAST).fit(model(), data())
     assert stopped.rounds_done == LAST
-    assert_same(state(stopped.folder.path), state(whole.folder.path))
-    found = measured(stopped.folder.path)
-    assert found == measured(whole.folder.path)
-    assert all(values[0][0] == LAST for values in found.values())
-    assert {"flatness/lambda_max", "flatness/discrepancy", "flatness/pseudo_gradient_cosine"} < found.keys()
-    assert json.loads((stopped.folder.path / "summary.json").read_text())["final"] == found["server/test/acc"][0][1]
+    assert_same(state(stopped.folder.path), state(reference.folder.path))
+    logged = measured(stopped.folder.path)
+    assert logged == measured(reference.folder.path)
+    assert all(values[0][0] == LAST for values in logged.values())
+    assert {"flatness/lambda_max", "flatness/discrepancy", "flatness/pseudo_gradient_cosine"} < logged.keys()
+    assert json.loads((stopped.folder.path / "summary.json").read_text())["final"] == logged["server/test/acc"][0][1]
     assert torch.load(stopped.folder.best, weights_only=True)["round"] == LAST
     lines = [json.loads(line) for line in (stopped.folder.path / "flatness.jsonl").read_text().splitlines()]
     assert {line["round"] for line in lines} == {LAST} and len({line["name"] for line in lines}) == len(lines)
@@ -129,15 +129,15 @@ def test_two_processes_stop_and_measure_alike(tmp_path: Path) -> None:
     (tmp_path / "stops.py").write_text(STOPS)
     args = [*DIGITS, "--trainer.max_rounds=9", "--trainer.eval_every=5", "--trainer.callbacks+=stops.Stop"]
     args += ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.every_n_rounds=5", "--model=SCAFFOLD"]
-    both = ["--trainer.devices=2", "--trainer.strategy=ddp", f"--trainer.default_root_dir={tmp_path / 'two'}"]
-    with group(2, "fit", *args, *both, cwd=tmp_path) as children:
+    ddp_args = ["--trainer.devices=2", "--trainer.strategy=ddp", f"--trainer.default_root_dir={tmp_path / 'two'}"]
+    with group(2, "fit", *args, *ddp_args, cwd=tmp_path) as children:
         ended(children)
     with forked("fit", *args, f"--trainer.default_root_dir={tmp_path / 'one'}", cwd=tmp_path) as child:
         ended([child])
     one, two = newest(tmp_path / "one"), newest(tmp_path / "two")
     assert_same(state(two), state(one))
     a, b = measured(one), measured(two)
-    assert a.keys() == b.keys() and {at for values in b.values() for at, _ in values} == {LAST}
+    assert a.keys() == b.keys() and {t for values in b.values() for t, _ in values} == {LAST}
     for name, ((_, value),) in a.items():
         assert b[name][0][1] == pytest.approx(value, rel=1e-4), name
 
@@ -156,11 +156,11 @@ def test_each_hook_is_called_once_a_round(tmp_path: Path) -> None:
     run = trainer(tmp_path, stop, record, monitor()).fit(model(), data())
     rounds = [(hook, k) for k in range(1, LAST + 1) for hook in ("on_round_end", "on_round_logged")]
     assert stop.calls == [*rounds[:-1], ("on_last_round", LAST), rounds[-1]]
-    assert [len(of) for of in (record.server, record.local)] == [LAST + 1, LAST]
-    assert [at for at, _ in metrics(run.folder.path)["server/test/acc"]] == [LAST]
+    assert [len(entries) for entries in (record.server, record.local)] == [LAST + 1, LAST]
+    assert [t for t, _ in metrics(run.folder.path)["server/test/acc"]] == [LAST]
     # a last round that is due is measured as ever
     due = trainer(tmp_path / "due", StopAt(5), monitor()).fit(model(), data())
-    assert [at for at, _ in metrics(due.folder.path)["flatness/lambda_max"]] == [5]
+    assert [t for t, _ in metrics(due.folder.path)["flatness/lambda_max"]] == [5]
 
 
 @pytest.mark.slow
@@ -170,9 +170,9 @@ def test_a_budget_that_is_spent(tmp_path: Path) -> None:
     spent = open_ended.fit(model(uniform), data()).metrics["privacy/epsilon"]
     budget = GaussianPrivacy(**options, epsilon=spent * 1.0001)
     run = trainer(tmp_path / "budget", monitor(), privacy=budget).fit(model(uniform), data())
-    found = measured(run.folder.path)
-    assert run.rounds_done == LAST and {at for values in found.values() for at, _ in values} == {LAST}
-    assert {"server/test/acc", "flatness/lambda_max", "flatness/discrepancy"} < found.keys()
+    logged = measured(run.folder.path)
+    assert run.rounds_done == LAST and {t for values in logged.values() for t, _ in values} == {LAST}
+    assert {"server/test/acc", "flatness/lambda_max", "flatness/discrepancy"} < logged.keys()
 
 
 def uniform(net: Any, optimizer: Any) -> FedAvg:
@@ -182,11 +182,11 @@ def uniform(net: Any, optimizer: Any) -> FedAvg:
 def test_centralized_and_parallel_runs_stop_alike(tmp_path: Path) -> None:
     central = trainer(tmp_path / "central", StopAt(), FlatnessMonitor(5)).centralized(model(FedAvg), data())
     assert central.rounds_done == LAST
-    assert {at for values in measured(central.folder.path).values() for at, _ in values} == {LAST}
+    assert {t for values in measured(central.folder.path).values() for t, _ in values} == {LAST}
     trainers = [trainer(tmp_path, StopAt(LAST + k), monitor(), name=f"run_{k}", seed=k) for k in (0, 1)]
     runs = parallel_runs.fit(trainers, [model(), model()], data())
     for k, run in enumerate(runs):
-        assert {at for values in measured(run.folder.path).values() for at, _ in values} == {LAST + k}
+        assert {t for values in measured(run.folder.path).values() for t, _ in values} == {LAST + k}
 
 
 def test_centralized_training_diverges_with_the_message_of_federated(tmp_path: Path) -> None:
@@ -220,23 +220,23 @@ class Mine(Callback):
 
 @pytest.mark.slow
 def test_a_second_run_of_a_trainer_is_as_the_first(tmp_path: Path) -> None:
-    """With every callback of the package, Lightning's, and a user's; the second run is worse, and stops later."""
+    """It has callbacks of the package, Lightning's, and a user's; the second run is worse, and stops later."""
     mine, record = Mine(), Trajectory()
     best = Checkpoints(every_n_rounds=2, monitor="server/test/acc", save_top_k=2)
     stop = theirs.EarlyStopping("server/test/loss", patience=2)
-    given = [monitor(2), mine, record, best, stop, Curves(), Progress(), Results()]
-    twice = trainer(tmp_path / "twice", *given, eval_every=1)
+    callbacks = [monitor(2), mine, record, best, stop, Curves(), Progress(), Results()]
+    twice = trainer(tmp_path / "twice", *callbacks, eval_every=1)
     twice.fit(model(), data())
     assert mine.seen == [1, 2, 3] and len(best.best) == 2
-    again = twice.fit(model(lr=1e-6), data())
+    second = twice.fit(model(lr=1e-6), data())
     assert mine.seen == [1, 2, 3] and mine.total == 3 and len(record.server) == 4
     fresh = [monitor(2), Mine(), Trajectory(), Checkpoints(2, monitor="server/test/acc", save_top_k=2)]
     alone = trainer(tmp_path / "once", *fresh, theirs.EarlyStopping("server/test/loss", patience=2), eval_every=1)
-    once = alone.fit(model(lr=1e-6), data())
-    assert metrics(again.folder.path) == metrics(once.folder.path)
-    assert best.best == fresh[3].best and again.folder.best.exists()
-    assert sorted(p.name for p in again.folder.path.rglob("*.ckpt")) == sorted(
-        p.name for p in once.folder.path.rglob("*.ckpt")
+    expected = alone.fit(model(lr=1e-6), data())
+    assert metrics(second.folder.path) == metrics(expected.folder.path)
+    assert best.best == fresh[3].best and second.folder.best.exists()
+    assert sorted(p.name for p in second.folder.path.rglob("*.ckpt")) == sorted(
+        p.name for p in expected.folder.path.rglob("*.ckpt")
     )
     assert stop.wait_count == alone.callbacks[-2].inner.wait_count  # type: ignore[attr-defined]
     # a run that is continued by the same trainer goes on with what its callbacks have saved
@@ -275,7 +275,7 @@ def test_the_rounds_that_a_run_needs(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_end_fails_is_closed(tmp_path: Path) -> None:
-    """In parallel runs as alone: its lock is released, its callbacks hear of the error, and so do the other runs."""
+    """In parallel runs, too, its lock is released, and its callbacks hear of the error, as do the other runs."""
 
     class Fails(Callback):
         def __init__(self) -> None:

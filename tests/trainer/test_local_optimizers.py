@@ -53,7 +53,7 @@ ENGINES = ["sequential", "batched", "graphed"]
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("name", ["FedAvg", "FedSAM", "FedDyn", "FedSWA"])
 def test_sgd_of_torch_is_sgd(name: str, tmp_path: Path) -> None:
-    """With momentum, weight decay, clipping and schedules; FedSWA's learning rate falls from step to step."""
+    """So it is with momentum, weight decay, clipping and schedules; FedSWA's learning rate falls from step to step."""
     shared: dict[str, Any] = {"lr": 0.05, "clip": 1.0, "lr_decay": 0.9, "schedule": Cosine(0.1)}
     ours = SGD(momentum=0.9, weight_decay=1e-3, **shared)
     theirs = TorchOptimizer("SGD", options={"momentum": 0.9, "weight_decay": 1e-3}, **shared)
@@ -71,21 +71,21 @@ class Replacing(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for of in self.param_groups:
-            for p in of["params"]:
+        for param_group in self.param_groups:
+            for p in param_group["params"]:
                 n = self.state[p]["n"] = self.state[p].get("n", 0) + 1
-                p.data = p.data - n * of["lr"] / n * p.grad
+                p.data = p.data - n * param_group["lr"] / n * p.grad
 
 
 def test_an_optimizer_that_replaces_its_parameters(tmp_path: Path) -> None:
     theirs = TorchOptimizer(f"{__name__}.Replacing", 0.1)
-    runs = [train(tmp_path, FedAvg(net=Small(), optimizer=of), "sequential") for of in (theirs, SGD(0.1))]
+    runs = [train(tmp_path, FedAvg(net=Small(), optimizer=optimizer), "sequential") for optimizer in (theirs, SGD(0.1))]
     assert_close(*runs)
 
 
 @pytest.mark.slow
 def test_adamw_is_that_of_torch(tmp_path: Path) -> None:
-    """Whole rounds with clipping and schedules, on all engines."""
+    """Whole rounds agree, with clipping and schedules, on all engines."""
     shared: dict[str, Any] = {"lr": 0.01, "clip": 1.0, "lr_decay": 0.9, "schedule": Cosine(0.1)}
     options = {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
     theirs = train(
@@ -176,9 +176,9 @@ def test_written_out(name: str, state: str, engine: str, golden: Golden, tmp_pat
         max_rounds=3, precision="64-true", engine=engine, sampler=ReplaySampler(schedule), local_steps=3,
         accelerator="cpu", threads=1, enable_progress_bar=False, default_root_dir=str(tmp_path),
     )  # fmt: skip
-    fit = trainer.fit(objective, Arrays(client_arrays=arrays, test=arrays[0], batch_size=None))
+    run = trainer.fit(objective, Arrays(client_arrays=arrays, test=arrays[0], batch_size=None))
 
-    flat, kept = FlatSpec(net), dict[int, dict[str, Tensor]]()
+    flat, states = FlatSpec(net), dict[int, dict[str, Tensor]]()
 
     def gradient(at: Tensor, x: Tensor, y: Tensor) -> Tensor:
         at = at.clone().requires_grad_()
@@ -190,19 +190,19 @@ def test_written_out(name: str, state: str, engine: str, golden: Golden, tmp_pat
         local = []
         for k in cohort:
             x, y = (torch.from_numpy(array) for array in arrays[k])
-            v, memory = w, kept.setdefault(k, {}) if state == "keep" else {}
+            v, memory = w, states.setdefault(k, {}) if state == "keep" else {}
             for _ in range(3):
                 g = gradient(v, x, y)
                 v = written(v, gradient(v + 0.05 * g / g.norm(), x, y), memory, flat)
             local.append(v * len(y))
         w = torch.stack(local).sum(0) / sum(len(arrays[k][1]) for k in cohort)
-    torch.testing.assert_close(fit.server.w, w, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(run.server.w, w, rtol=1e-9, atol=1e-11)
     names = {"Lion": {"Lion.momentum"}, "Muon": {"Muon.first", "Muon.second", "Muon.count"}}[name]
-    assert set(fit.clients.get(1, w, {})) == (names if state == "keep" else set())
+    assert set(run.clients.get(1, w, {})) == (names if state == "keep" else set())
 
 
 def test_muon_is_that_of_torch() -> None:
-    """Which iterates in bfloat16."""
+    """torch iterates in bfloat16."""
     u = torch.randn(5, 12, generator=generator(0, "u"))
     w, flat = torch.zeros(60), FlatSpec(nn.Linear(12, 5, bias=False))
     memory, ctx = State({"first": w, "second": w, "count": w[:1]}), ClientContext(0, 1, 1, flat)
@@ -217,11 +217,11 @@ def test_muon_is_that_of_torch() -> None:
 
 def test_newton_schulz_by_hand() -> None:
     u = torch.tensor([[3.0, 1], [0, 2], [1, 1], [-1, 0]], dtype=torch.float64)
-    found = orthogonalized(torch.stack([u, 2 * u]), 5)
+    orthogonal = orthogonalized(torch.stack([u, 2 * u]), 5)
     expected = [[0.7001603485, 0.0545611060], [-0.2524597790, 0.8665015491]]
-    torch.testing.assert_close(found[0, :2], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
-    torch.testing.assert_close(orthogonalized(u.T, 5), found[0].T)
+    torch.testing.assert_close(orthogonal[0, :2], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
+    torch.testing.assert_close(orthogonal[0], orthogonal[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(orthogonalized(u.T, 5), orthogonal[0].T)
     assert torch.equal(orthogonalized(0 * u, 5), 0 * u)
 
 
@@ -271,28 +271,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("kept", ["reset", "keep"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_optimizer_of_ones_own_resumes_to_the_same_bits(engine: str, kept: str, folder: Path) -> None:
-    """By its dotted path, with rows on disk; on all engines it gives the same."""
+    """It is named by its dotted path, and has rows on disk; on all engines it gives the same."""
     args = ["--model.optimizer=mine.Slowing", "--model.optimizer.lr=0.05", f"--model.optimizer.state={kept}"]
     args += [f"--trainer.engine={engine}", "--trainer.client_memory=0"]
-    whole = run("fit", *args, "--trainer.max_rounds=4", root=folder / "whole")
+    reference = run("fit", *args, "--trainer.max_rounds=4", root=folder / "whole")
     half = run("fit", *args, root=folder / "half")
     cli("fit", "--ckpt_path", str(half / "checkpoints/last.ckpt"), "--trainer.max_rounds=4")
-    assert_same(state(half), state(whole))
-    assert (last(whole)["clients"]["file"]["row_bytes"] >= 4 * (610 + 1)) == (kept == "keep")
+    assert_same(state(half), state(reference))
+    assert (last(reference)["clients"]["file"]["row_bytes"] >= 4 * (610 + 1)) == (kept == "keep")
     if engine != "sequential":
-        one = run("fit", *args, "--trainer.engine=sequential", "--trainer.max_rounds=4", root=folder / "one")
-        torch.testing.assert_close(state(whole)["server.w"], state(one)["server.w"], rtol=1e-4, atol=1e-5)
+        sequential = run("fit", *args, "--trainer.engine=sequential", "--trainer.max_rounds=4", root=folder / "one")
+        torch.testing.assert_close(state(reference)["server.w"], state(sequential)["server.w"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_kept_state_in_two_processes(folder: Path) -> None:
     args = ["--model.optimizer=mine.Slowing", "--model.optimizer.state=keep", "--trainer.max_rounds=3"]
-    one = run("fit", *args, root=folder / "one")
+    single = run("fit", *args, root=folder / "one")
     processes = ["--trainer.devices=2", "--trainer.strategy=ddp", f"--trainer.default_root_dir={folder / 'many'}"]
     with group(2, "fit", "--model=FedAvg", *DIGITS, *args, *processes, cwd=folder) as children:
         ended(children)
-    assert_same(state(newest(folder / "many")), state(one))
-    assert {name for name in state(one) if "Slowing" in name} == {"client.Slowing.m", "client.Slowing.steps"}
+    assert_same(state(newest(folder / "many")), state(single))
+    assert {name for name in state(single) if "Slowing" in name} == {"client.Slowing.m", "client.Slowing.steps"}
 
 
 def test_kept_state_is_a_row_that_is_not_sent(tmp_path: Path) -> None:
@@ -311,33 +311,33 @@ def test_centralized(name: str, tmp_path: Path) -> None:
     """One client with all data, whose state is kept, takes the same steps."""
     options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
 
-    def made(state: Any) -> FedAvg:
+    def build(state: Any) -> FedAvg:
         torch.manual_seed(0)
         return FedAvg(DigitsMLP(4), optimizer=getattr(fl_lightning, name)(0.01, state=state, **options))
 
-    one = made("reset")
-    flat = one.flat
+    objective = build("reset")
+    flat = objective.flat
     x, y = torch.rand(20, 64, generator=generator(0, "x")), torch.arange(20) % 10
     centralized = CentralizedOptimizer(
-        one.net, flat, one.optimizer, one, lambda lr: ClientContext(0, 1, 1, flat, lr=lr), lambda: 1
+        objective.net, flat, objective.optimizer, objective, lambda lr: ClientContext(0, 1, 1, flat, lr=lr), lambda: 1
     )
 
     def closure() -> Tensor:
         centralized.zero_grad()
-        loss = F.cross_entropy(one.net(x.view(20, 8, 8)), y)
+        loss = F.cross_entropy(objective.net(x.view(20, 8, 8)), y)
         loss.backward()
         return loss
 
     for _ in range(4):
         centralized.step(closure)
-    other = made("keep")
-    w, memory = flat.vector(other.net), State.initial(other.optimizer.named_state, *[flat.vector(other.net)] * 2)
+    model = build("keep")
+    w, memory = flat.vector(model.net), State.initial(model.optimizer.named_state, *[flat.vector(model.net)] * 2)
     for _ in range(4):
-        flat.load(other.net, w)
-        loss = F.cross_entropy(other.net(x.view(20, 8, 8)), y)
-        g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(other.net.parameters()))])
-        w, memory = other.optimizer.take(w, g, memory, 0.01, ClientContext(0, 1, 1, flat))
-    assert torch.equal(flat.vector(one.net), w)
+        flat.load(model.net, w)
+        loss = F.cross_entropy(model.net(x.view(20, 8, 8)), y)
+        g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.net.parameters()))])
+        w, memory = model.optimizer.take(w, g, memory, 0.01, ClientContext(0, 1, 1, flat))
+    assert torch.equal(flat.vector(objective.net), w)
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)

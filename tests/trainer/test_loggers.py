@@ -50,11 +50,11 @@ def of_tensorboard(folder: Path) -> Held:
 
     held = Held()
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            (size,) = struct.unpack_from("<Q", data, at)
-            event = Event.FromString(data[at + 12 : at + 12 + size])
-            at += size + 16
+        data, offset = path.read_bytes(), 0
+        while offset < len(data):
+            (size,) = struct.unpack_from("<Q", data, offset)
+            event = Event.FromString(data[offset + 12 : offset + 12 + size])
+            offset += size + 16
             if event.session_log.status == SessionLog.START:
                 held.metrics = {n: [v for v in values if v[0] < event.step] for n, values in held.metrics.items()}
             for value in event.summary.value:
@@ -73,7 +73,7 @@ def of_tensorboard(folder: Path) -> Held:
 
 @pytest.mark.slow
 def test_tensorboard_holds_what_the_csv_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its short name; the resumed run goes on in the same place. Nothing is left in the working folder."""
+    """Its short name is given; the resumed run goes on in the same place. Nothing is left in the working folder."""
     args = ["--trainer.loggers=tensorboard", "--trainer.callbacks+=Curves"]
     args += ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.metrics=[ClientEvaluation]"]
     before = {*Path().iterdir()}
@@ -82,8 +82,8 @@ def test_tensorboard_holds_what_the_csv_has(tmp_path: Path, capsys: pytest.Captu
     held, columns = of_tensorboard(folder), read_metrics(folder / "metrics.csv")
     assert held.metrics.keys() >= columns.keys()
     for name, values in columns.items():
-        found = sorted(held.metrics[name])
-        assert len(found) == len(values) and dict(found) == pytest.approx(dict(values), rel=1e-6), name
+        pairs = sorted(held.metrics[name])
+        assert len(pairs) == len(values) and dict(pairs) == pytest.approx(dict(values), rel=1e-6), name
     assert [round for round, _ in columns["server/test/acc"]] == [1, 2, 3, 4]
     settings = flatten(last(folder)["config"])
     assert held.settings["model"] == settings["model"] and float(held.settings["data.batch_size"]) == 32
@@ -109,26 +109,29 @@ def test_rounds_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
 
 
 def test_a_logger_of_lightning_gets_metrics_and_settings(tmp_path: Path) -> None:
-    """By its path, as MLflow's, Comet's and Neptune's."""
-    own = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "own"}}
-    folder = run("fit", f"--trainer.loggers=[{json.dumps(own)}]", root=tmp_path / "runs")
+    """It is given by its path, as MLflow's, Comet's and Neptune's are."""
+    logger = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": str(tmp_path), "name": "own"},
+    }
+    folder = run("fit", f"--trainer.loggers=[{json.dumps(logger)}]", root=tmp_path / "runs")
     with (tmp_path / "own/version_0/metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    wanted = read_metrics(folder / "metrics.csv")["client/train/loss"]
-    assert [(int(row["step"]), float(row["client/train/loss"])) for row in rows] == wanted
+    expected = read_metrics(folder / "metrics.csv")["client/train/loss"]
+    assert [(int(row["step"]), float(row["client/train/loss"])) for row in rows] == expected
     settings = yaml.safe_load((tmp_path / "own/version_0/hparams.yaml").read_text())
     assert settings["data"] == yaml.safe_load((folder / "config.yaml").read_text())["data"]
 
 
 def test_tensorboard_reads_it(tmp_path: Path) -> None:
-    """TensorBoard itself: one run with each round once, and the settings."""
+    """TensorBoard itself finds one run, with each round once."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
     test_rounds_after_the_checkpoint_are_logged_once(tmp_path / "runs" / "version_0")
-    found = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "runs")).Reload()
-    assert [*found.Runs()] == ["version_0"]
-    events = found.Tensors("version_0", "time/round_s")
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "runs")).Reload()
+    assert [*multiplexer.Runs()] == ["version_0"]
+    events = multiplexer.Tensors("version_0", "time/round_s")
     assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
 
 
@@ -147,7 +150,7 @@ def test_pixels_of_a_file(name: str, tmp_path: Path) -> None:
 
 
 def test_a_column_that_comes_later_keeps_the_others(tmp_path: Path) -> None:
-    """Whatever their names are."""
+    """It does, whatever their names are."""
     logger = CSVLogger()
     logger.start(tmp_path, {}, 0, ABOUT)
     for step, names in enumerate((["@1"], ["@1", "-x"], ["=y"]), 1):
@@ -157,6 +160,6 @@ def test_a_column_that_comes_later_keeps_the_others(tmp_path: Path) -> None:
 
 def test_one_logger_and_the_csv_that_is_there_already(tmp_path: Path) -> None:
     """A single logger needs no list; a second log of metrics.csv is the first one."""
-    assert [type(each) for each in FederatedTrainer(loggers=CSVLogger()).loggers] == [CSVLogger]
+    assert [type(logger) for logger in FederatedTrainer(loggers=CSVLogger()).loggers] == [CSVLogger]
     folder = run("fit", "--trainer.loggers=csv", "--trainer.loggers+=CSVLogger", root=tmp_path)
     assert [round for round, _ in read_metrics(folder / "metrics.csv")["client/lr"]] == [1, 2]

@@ -54,7 +54,7 @@ def test_a_row_a_round(logged: Path) -> None:
     assert [row["round"] for row in rows] == ["1", "2", "3", "4", "5"]
     assert all(None not in row and None not in row.values() for row in rows)
     columns = read_metrics(logged / "metrics.csv")
-    rounds = {name: [at for at, _ in values] for name, values in columns.items()}
+    rounds = {name: [t for t, _ in values] for name, values in columns.items()}
     every, evaluated, measured = [1, 2, 3, 4, 5], [2, 4, 5], [3, 5]
     assert rounds == {
         **dict.fromkeys(("client/train/loss", "client/refused", "client/lr"), every),
@@ -83,7 +83,7 @@ def test_a_row_a_round(logged: Path) -> None:
 
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize(
-    ("model", "units", "more", "bits"),
+    ("model", "units", "options", "bits"),
     [
         ("FedAvg", 2, [], 32),
         ("SCAFFOLD", 4, [], 32),
@@ -93,8 +93,8 @@ def test_a_row_a_round(logged: Path) -> None:
         ("FedSMOO", 4, [], 32),  # w, s both ways
     ],
 )
-def test_bits_by_hand(model: str, units: int, more: list[str], bits: int, tmp_path: Path) -> None:
-    folder = run("fit", *more, root=tmp_path, model=model)
+def test_bits_by_hand(model: str, units: int, options: list[str], bits: int, tmp_path: Path) -> None:
+    folder = run("fit", *options, root=tmp_path, model=model)
     a_round = units * D * bits * COHORT
     assert metrics(folder)["comm/total_bits"] == [(1, a_round), (2, 2 * a_round)]
     assert metrics(folder)["comm/transmissions"] == [(1, units), (2, 2 * units)]
@@ -107,21 +107,21 @@ def wandb_records(path: Path) -> Iterator[Any]:
     """
     from wandb.proto import wandb_internal_pb2
 
-    data, at, whole = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
+    data, offset, content = path.read_bytes(), 7, b""
+    while offset + 7 <= len(data):
+        if 32768 - offset % 32768 < 7:
+            offset += 32768 - offset % 32768
             continue
-        size, kind = struct.unpack_from("<HB", data, at + 4)
-        if at + 7 + size > len(data):  # W&B's own process still writes this record
+        size, kind = struct.unpack_from("<HB", data, offset + 4)
+        if offset + 7 + size > len(data):  # W&B's own process still writes this record
             return
-        whole += data[at + 7 : at + 7 + size]
-        at += 7 + size
+        content += data[offset + 7 : offset + 7 + size]
+        offset += 7 + size
         if kind in (1, 4):  # whole, or its last part
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
+            record.ParseFromString(content)
             yield record
-            whole = b""
+            content = b""
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Log:
 
     @classmethod
     def read(cls, folder: Path) -> Log:
-        """Of the newest W&B run in a run folder; W&B's own process writes the file, and may need a moment."""
+        """Reads the newest W&B run in a run folder; W&B's own process writes the file, and may need a moment."""
         path = max(folder.glob("wandb/offline-run-*"), key=lambda run: run.name)
         for _ in range(100):
             log = cls()
@@ -218,7 +218,7 @@ KINDS = ("histogram", "table-file", "image-file")
 
 
 def test_wandb_knows_the_best_values_and_the_headline(logged: Path) -> None:
-    """By the direction of each metric; the headline is that of summary.json, and a metric of every evaluation."""
+    """The direction of each metric decides; the headline is that of summary.json, and a metric of every evaluation."""
     log, columns = Log.read(logged), read_metrics(logged / "metrics.csv")
     assert log.metrics["*"] == ("round", set())
     assert log.metrics["server/test/acc"] == ("round", {"max", "last"})
@@ -233,8 +233,8 @@ def test_wandb_knows_the_best_values_and_the_headline(logged: Path) -> None:
 
 
 def test_wandb_keeps_config_and_checkpoints(logged: Path) -> None:
-    """As in the run folder, so that a downloaded artifact is one."""
-    artifacts = [found for found in Log.read(logged).artifacts if found[0] in ("config", "model")]
+    """They lie as in the run folder, so that a downloaded artifact is one."""
+    artifacts = [artifact for artifact in Log.read(logged).artifacts if artifact[0] in ("config", "model")]
     assert artifacts == [
         ("config", ["last", "latest"], ["config.yaml"]),
         ("model", ["best", "latest"], ["checkpoints/best.ckpt", "config.yaml"]),
@@ -246,7 +246,7 @@ def test_wandb_keeps_config_and_checkpoints(logged: Path) -> None:
 
 @pytest.mark.slow
 def test_wandb_run_goes_on_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a resumption with the best value of the whole run; group and tags by default; nothing on the console."""
+    """A resumption keeps the best value of the whole run; group and tags have defaults; the console shows nothing."""
     args = ["--trainer.loggers+=fl_lightning.WandbLogger", "--trainer.eval_every=1"]
     folder = run("fit", *args, root=tmp_path)
     first = Log.read(folder)
@@ -257,8 +257,8 @@ def test_wandb_run_goes_on_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert second.summary["server/test/acc"] == {"max": max(v for _, v in accuracy), "last": accuracy[-1][1]}
     assert second.history[-1]["server/test/acc_headline"] == pytest.approx(accuracy[-1][1])
     assert list(first.run.tags) == ["FedAvg", "Digits"] and first.run.run_group.startswith("FedAvg-Digits-")
-    other = run("fit", *args, "--trainer.seed=1", root=tmp_path / "seed")
-    assert Log.read(other).run.run_group == first.run.run_group != second.run.run_group  # another learning rate
+    reseeded = run("fit", *args, "--trainer.seed=1", root=tmp_path / "seed")
+    assert Log.read(reseeded).run.run_group == first.run.run_group != second.run.run_group  # another learning rate
 
     measured = '--metrics=[{"class_path":"Spectrum","init_args":{"k":2,"samples":50}}]'
     cli("flatness", f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}", measured)
@@ -298,7 +298,7 @@ def test_a_run_without_wandb_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.long
 def test_the_quickstart_where_wandb_is_not_installed(tmp_path: Path) -> None:
-    """In a process that finds all packages but wandb, and, beside its runs, the folder of those of W&B."""
+    """The process finds all packages but wandb, and, beside its runs, the folder of those of W&B."""
     site = tmp_path / "site"
     site.mkdir()
     for package in Path(torch.__file__).parents[1].iterdir():
@@ -307,8 +307,8 @@ def test_the_quickstart_where_wandb_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(fl_lightning.__file__).parents[1]), str(site)])}
     command = [sys.executable, "-S", "-m", "fl_lightning", "fit", "--config", "quickstart", "--trainer.max_rounds", "1"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "wandb is not installed" in done.stderr, done.stderr
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0 and "wandb is not installed" in process.stderr, process.stderr
     assert len(metrics(tmp_path / "runs/FedGloSS-Digits/version_0")["server/test/acc"]) == 1
 
 
@@ -323,12 +323,12 @@ def test_loggers_of_lightning_work_beside_ours(logged: Path) -> None:
 
 
 def test_a_link_in_place_of_the_log_is_not_followed(tmp_path: Path) -> None:
-    log, other = CSVLogger(), tmp_path / "other"
+    log, target = CSVLogger(), tmp_path / "other"
     log.start(tmp_path, {}, 0, About("fit", "", (), 1))
     log.log_metrics({"a": 1.0}, 1)
-    other.write_text("mine")
+    target.write_text("mine")
     log.path.unlink()
-    log.path.symlink_to(other)
+    log.path.symlink_to(target)
     with pytest.raises(UserError, match=r"metrics\.csv: cannot be written"):
         log.log_metrics({"a": 2.0}, 2)
-    assert other.read_text() == "mine"
+    assert target.read_text() == "mine"

@@ -44,11 +44,11 @@ class Notes(Part):
         return upload, client
 
 
-def train(root: Path, model: Any = None, **more: Any) -> Run:
+def train(root: Path, model: Any = None, **options: Any) -> Run:
     torch.manual_seed(0)
-    own: dict[str, Any] = {"max_rounds": 9, "clients_per_round": 4, "local_steps": 2, "precision": "64-true"}
+    defaults: dict[str, Any] = {"max_rounds": 9, "clients_per_round": 4, "local_steps": 2, "precision": "64-true"}
     fixed: dict[str, Any] = {"accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "eval_every": 20}
-    trainer = FederatedTrainer(default_root_dir=str(root), callbacks=[], **fixed, **(own | more))
+    trainer = FederatedTrainer(default_root_dir=str(root), callbacks=[], **fixed, **(defaults | options))
     model = model or Logging(DigitsMLP(hidden=8), optimizer=SGD(lr=0.1), ascent=SAM(rho=0.05), parts=[Notes()])
     return trainer.fit(model, Digits(num_clients=9, batch_size=32))
 

@@ -101,13 +101,13 @@ def test_lpf_of_a_quadratic() -> None:
     """E F(w + ε) = F(w) + sigma² tr(A) / 2."""
     a = symmetric([5.0, 3.0, 1.0, -2.0])
     net = Quadratic(a, w=torch.tensor([0.3, -0.1, 0.2, 0.5], dtype=torch.float64))
-    made = [lpf(net, output, data((3, 2)), sigma=0.5, draws=400, seed=seed) for seed in range(4)]
+    estimates = [lpf(net, output, data((3, 2)), sigma=0.5, draws=400, seed=seed) for seed in range(4)]
     exact = mean_loss(net, output, data()) + 0.5**2 * a.trace().item() / 2
-    assert all(abs(m.value - exact) < 4 * m.error for m in made) and all(m.samples == 400 for m in made)
-    assert 0.02 < made[0].error < 0.2
-    again = lpf(net, output, data((5,)), sigma=0.5, draws=400, seed=0)  # in one batch: other sums, in the last bit
-    assert (again.value, again.error) == pytest.approx((made[0].value, made[0].error), rel=1e-12)
-    assert made[0].value != made[1].value
+    assert all(abs(m.value - exact) < 4 * m.error for m in estimates) and all(m.samples == 400 for m in estimates)
+    assert 0.02 < estimates[0].error < 0.2
+    single = lpf(net, output, data((5,)), sigma=0.5, draws=400, seed=0)  # in one batch: other sums, in the last bit
+    assert (single.value, single.error) == pytest.approx((estimates[0].value, estimates[0].error), rel=1e-12)
+    assert estimates[0].value != estimates[1].value
     assert lpf(net, output, data(), sigma=0.0, draws=2).value == pytest.approx(
         mean_loss(net, output, data()), rel=1e-12
     )
@@ -139,7 +139,7 @@ def test_angles() -> None:
 
 
 class DryRounds(Callback):
-    """Before every round: what it will come to."""
+    """Computes before every round what it will come to."""
 
     def __init__(self) -> None:
         self.promised: list[dict[str, Tensor]] = []
@@ -176,11 +176,11 @@ def net() -> nn.Module:
 @pytest.mark.parametrize("algorithm", [SCAFFOLD, FedSMOO, FedGF, FedGloSS, NaiveFedGloSS])
 def test_a_dry_round_is_the_next_one_and_leaves_nothing(algorithm: type[LocalObjective], tmp_path: Path) -> None:
     dry = DryRounds()
-    seen = fit(tmp_path, algorithm(net(), optimizer=SGD(lr=0.1)), dry)
+    watched = fit(tmp_path, algorithm(net(), optimizer=SGD(lr=0.1)), dry)
     assert len(dry.promised) == 3 and all(len(local) == 4 for local in dry.local)
     plain = fit(tmp_path, algorithm(net(), optimizer=SGD(lr=0.1)))
-    assert all(torch.equal(seen.server[name], value) for name, value in plain.server.items())
-    a, b = (state(t.folder.path) for t in (seen, plain))
+    assert all(torch.equal(watched.server[name], value) for name, value in plain.server.items())
+    a, b = (state(run.folder.path) for run in (watched, plain))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -212,7 +212,7 @@ ALL: list[Measure] = [
 def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective], tmp_path: Path) -> None:
     plain = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)))
     watched = fit(tmp_path, algorithm(net(), ascent=SAM(0.05), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, ALL))
-    a, b = (state(t.folder.path) for t in (plain, watched))
+    a, b = (state(run.folder.path) for run in (plain, watched))
     assert all(torch.equal(b[name], value) for name, value in a.items())
     lines = measurements(watched.folder.path / "flatness.jsonl")
     names = {line["name"] for line in lines}
@@ -228,13 +228,13 @@ def test_nothing_that_is_measured_changes_the_run(algorithm: type[LocalObjective
     assert {name if "/" in name else f"flatness/{name}" for name in names} <= logged.keys() and 0 < logged[
         "time/flatness_share"
     ] < 1
-    (curve,) = (line for line in lines if line["name"] == "client_lambda_max_local" and line["round"] == 3)
-    values = list(curve["details"]["clients"].values())
-    assert len(values) == 4 and curve["value"] == pytest.approx(sum(values) / 4)
+    (measurement,) = (line for line in lines if line["name"] == "client_lambda_max_local" and line["round"] == 3)
+    values = list(measurement["details"]["clients"].values())
+    assert len(values) == 4 and measurement["value"] == pytest.approx(sum(values) / 4)
 
 
 def test_updates(tmp_path: Path) -> None:
-    """Against the models themselves."""
+    """The models themselves give the same numbers."""
     models: list[tuple[Tensor, dict[int, tuple[Tensor, int]], Tensor]] = []
 
     class Keep(Callback):
@@ -248,46 +248,46 @@ def test_updates(tmp_path: Path) -> None:
             models.append((self.before, self.local, run.server.w))
 
     measures = [Updates(rho=0.3), DeltaEpsilon(rho=0.1), CohortLoss()]
-    lines = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, measures), Keep()).folder.path
-    read = {(line["round"], line["name"]): line["value"] for line in measurements(lines / "flatness.jsonl")}
+    folder = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, measures), Keep()).folder.path
+    measured = {(line["round"], line["name"]): line["value"] for line in measurements(folder / "flatness.jsonl")}
     steps = []
     for t, (before, local, after) in enumerate(models, 1):
         ws = [w for w, _ in local.values()]
         n = sum(n for _, n in local.values())
         steps.append(before - sum(w * n_k for w, n_k in local.values()) / n)
         torch.testing.assert_close(after, before - steps[-1])
-        drift = [float((w - before).norm()) for w in ws]
-        away = [float((w - after).norm()) for w in ws]
-        assert read[t, "drift"] == pytest.approx(sum(drift) / 4)
-        assert read[t, "distance"] == pytest.approx(sum(away) / 4)
-        assert read[t, "distance_max"] == pytest.approx(max(away))
-        assert read[t, "divergence_previous"] == pytest.approx(sum(x**2 for x in drift) / 4)
-        assert read[t, "divergence_next"] == pytest.approx(sum(x**2 for x in away) / 4)
-        assert read[t, "step_sharpness"] == pytest.approx(0.3 * float((before - after).norm()))
-        assert read[t, "pseudo_gradient_norm"] == pytest.approx(float(steps[-1].norm()))
-        assert read[t, "norm_w"] == pytest.approx(float(after.norm()))
-        assert read[t, "loss_drop_cohort"] != 0 and read[t, "loss_gap"] > 0
-    assert (1, "pseudo_gradient_cosine") not in read and (1, "delta_epsilon") not in read
+        drifts = [float((w - before).norm()) for w in ws]
+        distances = [float((w - after).norm()) for w in ws]
+        assert measured[t, "drift"] == pytest.approx(sum(drifts) / 4)
+        assert measured[t, "distance"] == pytest.approx(sum(distances) / 4)
+        assert measured[t, "distance_max"] == pytest.approx(max(distances))
+        assert measured[t, "divergence_previous"] == pytest.approx(sum(x**2 for x in drifts) / 4)
+        assert measured[t, "divergence_next"] == pytest.approx(sum(x**2 for x in distances) / 4)
+        assert measured[t, "step_sharpness"] == pytest.approx(0.3 * float((before - after).norm()))
+        assert measured[t, "pseudo_gradient_norm"] == pytest.approx(float(steps[-1].norm()))
+        assert measured[t, "norm_w"] == pytest.approx(float(after.norm()))
+        assert measured[t, "loss_drop_cohort"] != 0 and measured[t, "loss_gap"] > 0
+    assert (1, "pseudo_gradient_cosine") not in measured and (1, "delta_epsilon") not in measured
     for t in (2, 3):
-        turn = cosine(steps[t - 2], steps[t - 1])
-        assert read[t, "pseudo_gradient_cosine"] == pytest.approx(turn)
+        similarity = cosine(steps[t - 2], steps[t - 1])
+        assert measured[t, "pseudo_gradient_cosine"] == pytest.approx(similarity)
         # FedAvg sends what it has: the direction from the unperturbed model is the round's own
-        assert read[t, "delta_epsilon_cosine"] == pytest.approx(turn)
-        assert read[t, "delta_epsilon"] == pytest.approx(0.1 * (2 - 2 * turn) ** 0.5)
+        assert measured[t, "delta_epsilon_cosine"] == pytest.approx(similarity)
+        assert measured[t, "delta_epsilon"] == pytest.approx(0.1 * (2 - 2 * similarity) ** 0.5)
 
 
 @pytest.mark.slow
 def test_all_clients_in_the_cohort(tmp_path: Path) -> None:
     """With full participation the measures of the cohort and of all clients are the same numbers."""
-    both: list[Measure] = [Discrepancy(samples=None), ClientLambdaMax(samples=50, data=["local", "global"])]
-    both += [Discrepancy(samples=None, clients="all"), ClientLambdaMax(["local", "global"], 50, clients="all")]
+    measures: list[Measure] = [Discrepancy(samples=None), ClientLambdaMax(samples=50, data=["local", "global"])]
+    measures += [Discrepancy(samples=None, clients="all"), ClientLambdaMax(["local", "global"], 50, clients="all")]
     objective, options = FedAvg(net(), optimizer=SGD(lr=0.1)), {"clients_per_round": 6, "max_rounds": 2}
-    found = fit(tmp_path, objective, FlatnessMonitor(1, both), **options).metrics
-    for where in ("local", "global"):
-        name = f"flatness/client_lambda_max_{where}"
-        assert found[f"{name}_all"] == pytest.approx(found[name], rel=1e-9)
-    assert found["flatness/discrepancy_all"] == pytest.approx(found["flatness/discrepancy"], rel=1e-9)
-    assert found["flatness/sharpness_local_all"] == pytest.approx(found["flatness/sharpness_local"], rel=1e-12)
+    logged = fit(tmp_path, objective, FlatnessMonitor(1, measures), **options).metrics
+    for source in ("local", "global"):
+        name = f"flatness/client_lambda_max_{source}"
+        assert logged[f"{name}_all"] == pytest.approx(logged[name], rel=1e-9)
+    assert logged["flatness/discrepancy_all"] == pytest.approx(logged["flatness/discrepancy"], rel=1e-9)
+    assert logged["flatness/sharpness_local_all"] == pytest.approx(logged["flatness/sharpness_local"], rel=1e-12)
 
 
 # Interruptions
@@ -346,7 +346,7 @@ def test_an_interruption_in_any_hook_gives_the_same_numbers(hook: str, whole: Pa
 
 
 def test_measures_of_operators_and_groups(tmp_path: Path) -> None:
-    """Each number has a name of its own, says in its protocol what it is of, and is that of the function."""
+    """Each number has a name of its own, says in its protocol what it measures, and is that of the function."""
     group = {"parameters": ["*.bias"]}
     measures: list[Measure] = [
         LambdaMax(200, tol=1e-8),
@@ -358,26 +358,26 @@ def test_measures_of_operators_and_groups(tmp_path: Path) -> None:
         SpectralDensity(probes=2, steps=12, samples=200, operator="gauss_newton", **group),
         ClientLambdaMax(operator="fisher", iterations=3),
     ]
-    done = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, measures), max_rounds=1)
-    read = {line["name"]: line for line in measurements(done.folder.path / "flatness.jsonl")}
-    assert set(read) == {
+    run = fit(tmp_path, FedAvg(net(), optimizer=SGD(lr=0.1)), FlatnessMonitor(1, measures), max_rounds=1)
+    lines = {line["name"]: line for line in measurements(run.folder.path / "flatness.jsonl")}
+    assert set(lines) == {
         "lambda_max", "gauss_newton_lambda_max", "fisher_bias_lambda_max", "bias_lambda_1", "gauss_newton_lambda_1",
         "fisher_trace", "gauss_newton_bias_density_mean", "fisher_client_lambda_max_local",
     }  # fmt: skip
-    assert {f"flatness/{name}" for name in read} <= done.metrics.keys()
-    protocols = {name: line["settings"] for name, line in read.items()}
+    assert {f"flatness/{name}" for name in lines} <= run.metrics.keys()
+    protocols = {name: line["settings"] for name, line in lines.items()}
     assert protocols["lambda_max"] == {"method": "lanczos", "operator": "hessian"}
     assert protocols["fisher_bias_lambda_max"] == {"method": "lanczos", "operator": "fisher", "parameters": "*.bias"}
     assert all("operator" in settings for settings in protocols.values())
-    loss = MeasurementContext.between_rounds(done).loss(MeasurementContext.between_rounds(done).train(200)[0])
+    loss = MeasurementContext.between_rounds(run).loss(MeasurementContext.between_rounds(run).train(200)[0])
     for name, matrix in (
         ("lambda_max", flatness.hessian(**loss)),
         ("gauss_newton_lambda_max", flatness.gauss_newton(**loss)),
         ("fisher_bias_lambda_max", flatness.fisher(**loss, **group)),
         ("bias_lambda_1", flatness.hessian(**loss, **group)),
     ):
-        assert read[name]["value"] == pytest.approx(flatness.lambda_max(matrix, tol=1e-8).value, rel=1e-9), name
-    density = read["gauss_newton_bias_density_mean"]
+        assert lines[name]["value"] == pytest.approx(flatness.lambda_max(matrix, tol=1e-8).value, rel=1e-9), name
+    density = lines["gauss_newton_bias_density_mean"]
     exact = flatness.gauss_newton(**loss, **group) @ torch.eye(18, dtype=torch.float64)
     assert density["value"] == pytest.approx(exact.trace().item() / 18, abs=4 * density["error"] + 1e-12)
     assert density["details"]["moments"]["1"] == density["value"] and density["iterations"] <= 36
@@ -398,12 +398,12 @@ def test_matrices_of_one_name_and_groups_of_nothing_are_refused(tmp_path: Path) 
 
 def test_density_says_its_error(tmp_path: Path) -> None:
     measures: list[Measure] = [SpectralDensity(samples=50, steps=5)]
-    done = fit(tmp_path, FedAvg(net()), FlatnessMonitor(1, measures), max_rounds=1)
-    (line,) = measurements(done.folder.path / "flatness.jsonl")
-    assert line["error"] == done.metrics["flatness/density_mean_error"] == line["details"]["moment_errors"]["1"] > 0
+    run = fit(tmp_path, FedAvg(net()), FlatnessMonitor(1, measures), max_rounds=1)
+    (line,) = measurements(run.folder.path / "flatness.jsonl")
+    assert line["error"] == run.metrics["flatness/density_mean_error"] == line["details"]["moment_errors"]["1"] > 0
     assert line["settings"] == {"probes": 5, "steps": 5, "operator": "hessian"} and line["iterations"] == 30
-    (alone,) = SpectralDensity(1, 5, 50).compute(MeasurementContext.between_rounds(done))
-    assert alone.error is None and "moment_errors" not in alone.details
+    (measurement,) = SpectralDensity(1, 5, 50).compute(MeasurementContext.between_rounds(run))
+    assert measurement.error is None and "moment_errors" not in measurement.details
 
 
 @pytest.mark.slow
@@ -411,15 +411,15 @@ def test_two_monitors_keep_their_own_state(tmp_path: Path) -> None:
     def monitors() -> list[Callback]:
         return [FlatnessMonitor(2, [Updates(rho=0.3)]), FlatnessMonitor(3, [LambdaMax(50)]), tracking()]
 
-    whole = glosses(tmp_path / "whole", *monitors()).folder.path
+    reference = glosses(tmp_path / "whole", *monitors()).folder.path
     with pytest.raises(KeyboardInterrupt):
         glosses(tmp_path / "broken", *monitors(), Stop("on_round_start"))
     states = last(newest(tmp_path / "broken"))["callbacks"]
     kept = [state["pseudo_gradient"] is not None for key, state in states.items() if key.startswith("FlatnessMonitor")]
     assert kept == [True, False, True]
     broken = glosses(tmp_path / "broken", *monitors(), ckpt_path="last").folder.path
-    assert measurements(broken / "flatness.jsonl") == measurements(whole / "flatness.jsonl")
-    assert metrics(broken) == metrics(whole)
+    assert measurements(broken / "flatness.jsonl") == measurements(reference / "flatness.jsonl")
+    assert metrics(broken) == metrics(reference)
 
 
 @pytest.mark.slow
@@ -438,25 +438,25 @@ def test_an_interrupted_measure_holds_what_it_has(measure: Measure, tmp_path: Pa
     run = fit(tmp_path, FedAvg(net()), max_rounds=1)
     with pytest.raises(Interrupted) as stop:
         measure.compute(replace(MeasurementContext.between_rounds(run), progress=progress))
-    (found, *_) = stop.value.partial
-    assert found.name in ("lambda_max", "lambda_1", "trace") and found.value > 0 and found.iterations == 5
+    (partial, *_) = stop.value.partial
+    assert partial.name in ("lambda_max", "lambda_1", "trace") and partial.value > 0 and partial.iterations == 5
 
 
 def test_a_ratio_to_zero_is_undefined() -> None:
-    """Of a Hessian of rank 1, and of zero: with a word in its protocol, nothing in the log, no number of rounding."""
+    """So it is for a Hessian of rank 1, and for zero: its protocol says so, and the log holds no rounding error."""
     v = torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0, 0.1], dtype=torch.float64)
     for a in (torch.outer(v, v), torch.zeros(6, 6, dtype=torch.float64)):
         for matrix in (a, a.float()):
-            found = flatness.spectrum(flatness.hessian(Quadratic(matrix), output, data()), k=6)
-            assert len(found.values) == 6 and math.isnan(found.ratio(5)) and math.isnan(found.ratio(2))
-    one, ratio = Spectrum(k=6).measurements(found, data="", samples=1)
+            spectrum = flatness.spectrum(flatness.hessian(Quadratic(matrix), output, data()), k=6)
+            assert len(spectrum.values) == 6 and math.isnan(spectrum.ratio(5)) and math.isnan(spectrum.ratio(2))
+    largest, ratio = Spectrum(k=6).measurements(spectrum, data="", samples=1)
     assert ratio.value is None and "lambda_5 zero up to rounding" in ratio.protocol()
-    assert scalars([one, ratio]).keys() == {"flatness/lambda_1", "flatness/lambda_1_residual"}
-    assert one.residual == found.residuals[0] and one.details["residuals"] == found.residuals.tolist()
-    whole = flatness.spectrum(
+    assert scalars([largest, ratio]).keys() == {"flatness/lambda_1", "flatness/lambda_1_residual"}
+    assert largest.residual == spectrum.residuals[0] and largest.details["residuals"] == spectrum.residuals.tolist()
+    full = flatness.spectrum(
         flatness.hessian(Quadratic(symmetric([5.0, 4.0, 3.0, 2.0, -1.0])), output, data()), k=5, tol=1e-10
     )
-    assert whole.ratio(5) == pytest.approx(-5) and whole.ratio(2) == pytest.approx(1.25)
+    assert full.ratio(5) == pytest.approx(-5) and full.ratio(2) == pytest.approx(1.25)
 
 
 def test_settings(tmp_path: Path) -> None:
@@ -490,11 +490,11 @@ MEASURED = "[{class_path: LambdaMax, init_args: {samples: 100, tol: 1.0e-6}}, Di
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two runs of two rounds, and one of three with a monitor."""
     root = tmp_path_factory.mktemp("runs")
-    found = {name: run("fit", f"--trainer.seed={i}", root=root / name) for i, name in enumerate(("a", "b"))}
+    folders = {name: run("fit", f"--trainer.seed={i}", root=root / name) for i, name in enumerate(("a", "b"))}
     monitor = ["--trainer.callbacks+=FlatnessMonitor", "--trainer.callbacks.every_n_rounds=1"]
-    more = ["--trainer.max_rounds=3", *monitor, f"--trainer.callbacks.metrics={MEASURED}"]
-    found["watched"] = run("fit", *more, root=root / "watched")
-    return found
+    args = ["--trainer.max_rounds=3", *monitor, f"--trainer.callbacks.metrics={MEASURED}"]
+    folders["watched"] = run("fit", *args, root=root / "watched")
+    return folders
 
 
 def ckpt(folder: Path) -> str:
@@ -503,39 +503,39 @@ def ckpt(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_flatness_says_what_the_monitor_does(runs: dict[str, Path], tmp_path: Path) -> None:
-    """lambda_max of the round of the checkpoint; local models are those of the round to come."""
+    """lambda_max is that of the checkpoint's round; local models are those of the round to come."""
     args = [f"--metrics={MEASURED}", f"--out={tmp_path}", "--trainer.max_rounds=3"]
     cli("flatness", "--ckpt_path", ckpt(runs["a"]), *args)
-    made = json.loads((tmp_path / "flatness.json").read_text())
-    read = {r["name"]: r["value"] for r in made["measurements"]}
+    report = json.loads((tmp_path / "flatness.json").read_text())
+    values = {r["name"]: r["value"] for r in report["measurements"]}
     lines = measurements(runs["watched"] / "flatness.jsonl")
     watched = {(line["round"], line["name"]): line["value"] for line in lines}
-    assert made["round"] == 2 and made["seed"] == 0 and "weight decay" in made["protocol"]
-    assert read["lambda_max"] == pytest.approx(watched[2, "lambda_max"], rel=1e-5)
-    models, data = ({r["name"]: r[key] for r in made["measurements"]} for key in ("model", "data"))
-    local, gap = (r for name in ("sharpness_local", "discrepancy") for r in made["measurements"] if r["name"] == name)
+    assert report["round"] == 2 and report["seed"] == 0 and "weight decay" in report["protocol"]
+    assert values["lambda_max"] == pytest.approx(watched[2, "lambda_max"], rel=1e-5)
+    models, data = ({r["name"]: r[key] for r in report["measurements"]} for key in ("model", "data"))
+    local, gap = (r for name in ("sharpness_local", "discrepancy") for r in report["measurements"] if r["name"] == name)
     assert models["lambda_max"] == "global model"
     assert models["discrepancy"] == "aggregated and local models (cohort retrained from the checkpoint)"
     part = f"own data of the cohort, 3 of 6 ({local['samples']:,})"
     assert data["discrepancy"] == f"S_i on {part}, S on training data of all clients" and gap["samples"] == 1437
     assert local["samples"] < gap["samples"]
     for name in ("discrepancy", "sharpness_global", "sharpness_local", "drift", "norm_w", "divergence_next"):
-        assert read[name] == pytest.approx(watched[3, name], rel=1e-5), name
+        assert values[name] == pytest.approx(watched[3, name], rel=1e-5), name
     with (tmp_path / "flatness.csv").open(newline="") as file:
-        assert [row["name"] for row in csv.DictReader(file)] == [r["name"] for r in made["measurements"]]
+        assert [row["name"] for row in csv.DictReader(file)] == [r["name"] for r in report["measurements"]]
 
 
 @pytest.mark.slow
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    """In flatness.jsonl and in flatness.json, and they are read."""
-    few = "{samples: 20, k: 2}"
-    given = f"=[{{class_path: Spectrum, init_args: {few}}}]"
-    more = ["--trainer.max_rounds=1", "--trainer.callbacks+=FlatnessMonitor", f"--trainer.callbacks.metrics{given}"]
-    folder = run("fit", *more, "--model.optimizer.lr=1e25", "--trainer.local_steps=1", root=tmp_path)
-    cli("flatness", "--ckpt_path", ckpt(folder), f"--metrics{given}", f"--out={tmp_path}")
-    made = json.loads((tmp_path / "flatness.json").read_text(), parse_constant=int)["measurements"]
-    for found in (*made, *measurements(folder / "flatness.jsonl"), *last_measurements(folder).values()):
-        assert found["value"] is None and found["details"]["eigenvalues"] == [None]
+    """It is so in flatness.jsonl and in flatness.json, and both can be read."""
+    init_args = "{samples: 20, k: 2}"
+    setting = f"=[{{class_path: Spectrum, init_args: {init_args}}}]"
+    args = ["--trainer.max_rounds=1", "--trainer.callbacks+=FlatnessMonitor", f"--trainer.callbacks.metrics{setting}"]
+    folder = run("fit", *args, "--model.optimizer.lr=1e25", "--trainer.local_steps=1", root=tmp_path)
+    cli("flatness", "--ckpt_path", ckpt(folder), f"--metrics{setting}", f"--out={tmp_path}")
+    entries = json.loads((tmp_path / "flatness.json").read_text(), parse_constant=int)["measurements"]
+    for measurement in (*entries, *measurements(folder / "flatness.jsonl"), *last_measurements(folder).values()):
+        assert measurement["value"] is None and measurement["details"]["eigenvalues"] == [None]
 
 
 FISHER = "{class_path: LambdaMax, init_args: {samples: 100, tol: 1.0e-6, operator: fisher, parameters: ['*.bias']}}"
@@ -543,30 +543,30 @@ FISHER = "{class_path: LambdaMax, init_args: {samples: 100, tol: 1.0e-6, operato
 
 @pytest.mark.slow
 def test_flatness_on_processes(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Two share the samples and the clients."""
+    """Two processes share the samples and the clients."""
     several = f"[{FISHER}, {MEASURED[1:]}"
     args = ["flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics={several}", f"--out={tmp_path}"]
     with group(2, *args, "--trainer.devices=2", "--trainer.strategy=ddp", cwd=tmp_path) as children:
-        (out, err), (other, _) = ended(children)
-    assert "lambda_max" in out and "Traceback" not in err and other == ""
+        (out, err), (second_out, _) = ended(children)
+    assert "lambda_max" in out and "Traceback" not in err and second_out == ""
     assert "eval mode" in (tmp_path / "flatness.json").read_text()
     cli(*args, f"--out={tmp_path / 'one'}")
-    there, here = (json.loads((f / "flatness.json").read_text())["measurements"] for f in (tmp_path, tmp_path / "one"))
-    assert [r["name"] for r in there] == [r["name"] for r in here]
-    assert [r["value"] for r in there] == pytest.approx([r["value"] for r in here], rel=1e-4)
+    ddp, single = (json.loads((f / "flatness.json").read_text())["measurements"] for f in (tmp_path, tmp_path / "one"))
+    assert [r["name"] for r in ddp] == [r["name"] for r in single]
+    assert [r["value"] for r in ddp] == pytest.approx([r["value"] for r in single], rel=1e-4)
 
 
 @pytest.mark.slow
 def test_flatness_of_another_matrix(runs: dict[str, Path], tmp_path: Path) -> None:
-    """As a setting of each measure; figures have the names of their numbers."""
+    """It is a setting of each measure; figures have the names of their numbers."""
     density = "{class_path: SpectralDensity, init_args: {probes: 2, steps: 4, samples: 50, operator: gauss_newton}}"
     cli("flatness", "--ckpt_path", ckpt(runs["a"]), f"--metrics=[{FISHER}, {density}]", f"--out={tmp_path}")
-    made = json.loads((tmp_path / "flatness.json").read_text())["measurements"]
-    assert [m["name"] for m in made] == ["fisher_bias_lambda_max", "gauss_newton_density_mean"]
-    assert made[0]["settings"] == {"method": "lanczos", "operator": "fisher", "parameters": "*.bias"}
+    entries = json.loads((tmp_path / "flatness.json").read_text())["measurements"]
+    assert [m["name"] for m in entries] == ["fisher_bias_lambda_max", "gauss_newton_density_mean"]
+    assert entries[0]["settings"] == {"method": "lanczos", "operator": "fisher", "parameters": "*.bias"}
     assert (tmp_path / "gauss_newton_density.pdf").exists()
-    more = ["--metrics+=HessianTrace", "--metrics.operator=gauss_newton", "--metrics.parameters=['*.weight']"]
-    cli("flatness", "--ckpt_path", ckpt(runs["a"]), *more, f"--out={tmp_path / 'more'}")
+    args = ["--metrics+=HessianTrace", "--metrics.operator=gauss_newton", "--metrics.parameters=['*.weight']"]
+    cli("flatness", "--ckpt_path", ckpt(runs["a"]), *args, f"--out={tmp_path / 'more'}")
     names = [m["name"] for m in json.loads((tmp_path / "more" / "flatness.json").read_text())["measurements"]]
     assert "gauss_newton_weight_trace" in names
 
@@ -587,9 +587,9 @@ def test_landscape(args: list[str], files: tuple[str, ...], runs: dict[str, Path
     for name in files:
         assert (tmp_path / f"{name}.pdf").read_bytes()[:5] == b"%PDF-"
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    made = json.loads((tmp_path / f"{files[0]}.json").read_text())
-    assert len(made) == (1 if not compare else 3 if "--clients" in args else 2)
-    assert all(result["missing"] == 0 and result["protocol"]["seed"] == 0 for result in made.values())
+    results = json.loads((tmp_path / f"{files[0]}.json").read_text())
+    assert len(results) == (1 if not compare else 3 if "--clients" in args else 2)
+    assert all(result["missing"] == 0 and result["protocol"]["seed"] == 0 for result in results.values())
     with (tmp_path / f"{files[0]}.csv").open(newline="") as file:
         assert all(float(row["loss"]) > 0 for row in csv.DictReader(file))
 
@@ -599,23 +599,23 @@ def test_landscape(args: list[str], files: tuple[str, ...], runs: dict[str, Path
 def test_directions_of_a_surface(
     same: bool, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Normalised by each model's filters; as an option by those of the first model, the same for all."""
-    drawn, at = list[Tensor](), list[Tensor]()
+    """They are normalised by each model's filters; as an option all are those of the first model."""
+    directions, origins = list[Tensor](), list[Tensor]()
 
-    def recorded(**given: Any) -> Any:
-        drawn.append(given["directions"])
-        at.append(given["at"])
-        return surface(**given)
+    def recorded(**options: Any) -> Any:
+        directions.append(options["directions"])
+        origins.append(options["at"])
+        return surface(**options)
 
     monkeypatch.setattr(landscape, "surface", recorded)
     args = ["--ckpt_path", ckpt(runs["a"]), f"--compare=[{ckpt(runs['b'])}]", "--points=2", f"--out={tmp_path}"]
     cli("landscape", *args, *(["--same-directions"] if same else []))
     spec = FlatSpec(DigitsMLP(8))
-    assert [torch.equal(d, random_plane(spec, at[0], 0)) for d in drawn] == [True, same]
-    assert torch.equal(drawn[1], random_plane(spec, at[0] if same else at[1], 0))
-    first, *_ = made = json.loads((tmp_path / "surface.json").read_text())
-    of = first if same else "each model"
-    assert {made[name]["protocol"]["directions"] for name in made} == {f"random, normalised by the filters of {of}"}
+    assert [torch.equal(d, random_plane(spec, origins[0], 0)) for d in directions] == [True, same]
+    assert torch.equal(directions[1], random_plane(spec, origins[0] if same else origins[1], 0))
+    first, *_ = grids = json.loads((tmp_path / "surface.json").read_text())
+    model = first if same else "each model"
+    assert {grids[key]["protocol"]["directions"] for key in grids} == {f"random, normalised by the filters of {model}"}
 
 
 @pytest.mark.slow
@@ -633,23 +633,23 @@ def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Pat
     cli("interpolate", a, b, "--points=4", f"--out={tmp_path}")
     (line,) = json.loads((tmp_path / "interpolate.json").read_text()).values()
     cli("test", "--config", str(runs["a"] / "config.yaml"), "--ckpt_path", a)
-    found = dict(zip(line["gammas"], line["loss"]["test"], strict=True))
-    assert found[1.0] != found[0.0]
+    losses = dict(zip(line["gammas"], line["loss"]["test"], strict=True))
+    assert losses[1.0] != losses[0.0]
 
 
 @pytest.mark.long
 def test_paths_of_an_algorithm_with_parts(tmp_path: Path) -> None:
     """FedAvg with an ascent is neither FedAvg nor FedSAM of the figure; a plain FedAvg is its own rival."""
-    both = ["FedAvg", "FedSAM"]
+    rivals = ["FedAvg", "FedSAM"]
     topk = ["--model.parts+=Compress", "--model.parts.method=topk"]  # leaves local training alone
-    for i, (given, names) in enumerate(
-        ((["--model.ascent=SAM"], ["FedAvg of this run", *both]), (topk, both), ([], both))
+    for i, (options, names) in enumerate(
+        ((["--model.ascent=SAM"], ["FedAvg of this run", *rivals]), (topk, rivals), ([], rivals))
     ):
-        folder, out = run("fit", *given, root=tmp_path), tmp_path / str(i)
+        folder, out = run("fit", *options, root=tmp_path), tmp_path / str(i)
         args = ["--kind=trajectory", "--clients=[2]", "--points=2", "--samples=60", f"--out={out}"]
         cli("landscape", "--ckpt_path", ckpt(folder), *args)
-        (found,) = json.loads((out / "trajectory.json").read_text()).values()
-        assert list(found["models"]) == names
+        (trajectory,) = json.loads((out / "trajectory.json").read_text()).values()
+        assert list(trajectory["models"]) == names
 
 
 @pytest.mark.slow
@@ -672,9 +672,9 @@ def test_fedgmt_has_a_fourth_path(tmp_path: Path) -> None:
     folder = run("fit", root=tmp_path, model="FedGMT")
     args = ["--kind=trajectory", "--clients=[2]", "--points=3", "--samples=60", f"--out={tmp_path}"]
     cli("landscape", "--ckpt_path", ckpt(folder), *args)
-    (found,) = json.loads((tmp_path / "trajectory.json").read_text()).values()
-    assert list(found["models"]) == ["FedGMT", "FedAvg", "FedSAM", "FedGMT without ADMM"]
-    paths = {name: np.array(model["coordinates"]) for name, model in found["models"].items()}
+    (trajectory,) = json.loads((tmp_path / "trajectory.json").read_text()).values()
+    assert list(trajectory["models"]) == ["FedGMT", "FedAvg", "FedSAM", "FedGMT without ADMM"]
+    paths = {name: np.array(model["coordinates"]) for name, model in trajectory["models"].items()}
     starts = [path[0] for path in paths.values()]
     np.testing.assert_allclose(starts, np.zeros((4, 2)), atol=1e-6)
     ends = {name: tuple(path[-1].round(6)) for name, path in paths.items()}
@@ -708,9 +708,9 @@ def test_fedgmt_has_a_fourth_path(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes(args: list[str], text: str, runs: dict[str, Path]) -> None:
-    given = [a.replace("CKPT", ckpt(runs["a"])).replace("CONFIG", str(runs["a"] / "config.yaml")) for a in args]
+    command = [a.replace("CKPT", ckpt(runs["a"])).replace("CONFIG", str(runs["a"] / "config.yaml")) for a in args]
     with pytest.raises(SystemExit) as end:
-        cli(*given)
+        cli(*command)
     assert str(end.value).startswith("error: ") and text in str(end.value) and "\n" not in str(end.value)
 
 
@@ -731,19 +731,19 @@ def test_an_interrupt_keeps_what_was_computed(runs: dict[str, Path], tmp_path: P
         child.send_signal(signal.SIGINT)
         child.communicate(timeout=600)
     assert child.returncode == 130
-    (made,) = json.loads((tmp_path / "surface.json").read_text()).values()
-    losses = [v for row in made["loss"]["train"] for v in row]
-    assert 0 < made["missing"] == sum(v is None for v in losses) < len(losses) == 800**2
+    (grid,) = json.loads((tmp_path / "surface.json").read_text()).values()
+    losses = [v for row in grid["loss"]["train"] for v in row]
+    assert 0 < grid["missing"] == sum(v is None for v in losses) < len(losses) == 800**2
 
 
 @pytest.mark.slow
 def test_a_run_says_where_it_keeps_how_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--trainer.enable_progress_bar=true", "--trainer.callbacks+=FlatnessMonitor"]
-    folder = run("fit", *more, root=tmp_path)
+    args = ["--trainer.enable_progress_bar=true", "--trainer.callbacks+=FlatnessMonitor"]
+    folder = run("fit", *args, root=tmp_path)
     assert "; protocols: flatness.jsonl\n" in capsys.readouterr().out
-    found = last_measurements(folder)
-    text = protocol(found["lambda_max"])
+    measured = last_measurements(folder)
+    text = protocol(measured["lambda_max"])
     assert text.startswith("global model, training data of all clients, stratified sample (1,000), method lanczos")
-    text = protocol(found["discrepancy"])
+    text = protocol(measured["discrepancy"])
     assert text.startswith("aggregated and local models") and text.endswith("rho 0.05, steps 1")
     assert {json.loads(line)["seed"] for line in (folder / "flatness.jsonl").read_text().splitlines()} == {0}

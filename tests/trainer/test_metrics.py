@@ -35,26 +35,31 @@ def fit(metrics: Any, folder: Path, data: Any = None, callbacks: Any = (), **par
 
 
 def test_they_are_those_of_the_whole_test_set(tmp_path: Path) -> None:
-    """By class, by path and as an object; as torchmetrics computes them from all outputs at once."""
+    """By class, by path and as objects they are what torchmetrics computes from all outputs at once."""
     macro = MulticlassF1Score(10, average="macro")
     macro.update(torch.zeros(1, 10), torch.zeros(1, dtype=torch.int64))  # what it holds does not count
-    given = {"F1Score": "F1Score", "auc": "torchmetrics.AUROC", "macro": macro, "error": MulticlassCalibrationError(10)}
-    found = fit(given, tmp_path)
-    data = found.data
+    metrics = {
+        "F1Score": "F1Score",
+        "auc": "torchmetrics.AUROC",
+        "macro": macro,
+        "error": MulticlassCalibrationError(10),
+    }
+    run = fit(metrics, tmp_path)
+    data = run.data
     batches = list(data.eval_batches("test"))
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     assert len(batches) == 4
-    z = found.evaluator.logits(found.global_model, x).softmax(1)
-    want = {
+    z = run.evaluator.logits(run.global_model, x).softmax(1)
+    expected = {
         "F1Score": F1Score("multiclass", num_classes=10), "auc": AUROC("multiclass", num_classes=10),
         "macro": MulticlassF1Score(10, average="macro"), "error": MulticlassCalibrationError(10),
     }  # fmt: skip
-    for name, metric in want.items():
-        assert found.metrics[f"server/test/{name}"] == pytest.approx(float(metric(z, y)), abs=1e-6), name
-    assert found.evaluate("train").keys() == {f"server/train/{name}" for name in ("acc", *given, "loss")}
+    for name, metric in expected.items():
+        assert run.metrics[f"server/test/{name}"] == pytest.approx(float(metric(z, y)), abs=1e-6), name
+    assert run.evaluate("train").keys() == {f"server/train/{name}" for name in ("acc", *metrics, "loss")}
     plain = fit(None, tmp_path)
-    same = plain.metrics.keys() - {name for name in plain.metrics if name.startswith("time/")}
-    assert {name: plain.metrics[name] for name in same} == {name: found.metrics[name] for name in same}
+    names = plain.metrics.keys() - {name for name in plain.metrics if name.startswith("time/")}
+    assert {name: plain.metrics[name] for name in names} == {name: run.metrics[name] for name in names}
     assert not (plain.folder.path / "directions.json").exists()
 
 
@@ -67,8 +72,8 @@ def test_a_batch_of_small_logits_is_not_taken_for_probabilities() -> None:
     for rows in (slice(20), slice(20, 40)):
         scores.update(z[rows], y[rows].float())
     micro = MultilabelF1Score(3, average="micro")
-    want = {"f1": micro, "auc": AUROC("multilabel", num_labels=3), "macro": MultilabelF1Score(3)}
-    assert scores.compute() == {name: float(metric(z.sigmoid(), y)) for name, metric in want.items()}
+    expected = {"f1": micro, "auc": AUROC("multilabel", num_labels=3), "macro": MultilabelF1Score(3)}
+    assert scores.compute() == {name: float(metric(z.sigmoid(), y)) for name, metric in expected.items()}
 
 
 def numbers(folder: Path) -> Arrays:
@@ -80,21 +85,21 @@ def numbers(folder: Path) -> Arrays:
 
 
 def test_small_values_are_good_where_the_metric_says_so(tmp_path: Path) -> None:
-    """In best checkpoints, the summary and the directions of the run folder; R2 stays large."""
+    """So it is in best checkpoints, the summary and the directions of the run folder; large R2 stays good."""
     best = Checkpoints(monitor="server/test/mae")
     parts = {"net": nn.Linear(3, 1), "loss": nn.MSELoss()}
-    found = fit(["R2Score", "MeanSquaredError"], tmp_path, numbers(tmp_path), [best], **parts)
-    values = dict(read_metrics(found.folder.path / "metrics.csv")["server/test/mae"])
-    low = min(values, key=lambda at: values[at])
-    assert low > 1 and best.best == {low: values[low]}  # the largest is that of the first round
-    assert json.loads((found.folder.path / "directions.json").read_text()) == {"mae": "min", "MeanSquaredError": "min"}
-    modes = {name: summarise(found.folder.path, metric=f"server/test/{name}") for name in ("mae", "R2Score")}
-    assert [(each.mode, each.best_round) for each in modes.values()] == [("min", low), ("max", low)]
-    assert summarise(found.folder.path).metric == "server/test/mae"
-    x, y = (torch.cat(parts) for parts in zip(*found.data.eval_batches("test"), strict=True))
-    z = found.evaluator.logits(found.global_model, x)
+    run = fit(["R2Score", "MeanSquaredError"], tmp_path, numbers(tmp_path), [best], **parts)
+    values = dict(read_metrics(run.folder.path / "metrics.csv")["server/test/mae"])
+    lowest = min(values, key=lambda t: values[t])
+    assert lowest > 1 and best.best == {lowest: values[lowest]}  # the largest is that of the first round
+    assert json.loads((run.folder.path / "directions.json").read_text()) == {"mae": "min", "MeanSquaredError": "min"}
+    summaries = {name: summarise(run.folder.path, metric=f"server/test/{name}") for name in ("mae", "R2Score")}
+    assert [(summary.mode, summary.best_round) for summary in summaries.values()] == [("min", lowest), ("max", lowest)]
+    assert summarise(run.folder.path).metric == "server/test/mae"
+    x, y = (torch.cat(parts) for parts in zip(*run.data.eval_batches("test"), strict=True))
+    z = run.evaluator.logits(run.global_model, x)
     for metric in (R2Score(), MeanSquaredError()):
-        value = found.metrics[f"server/test/{type(metric).__name__}"]
+        value = run.metrics[f"server/test/{type(metric).__name__}"]
         assert value == pytest.approx(float(metric(z, y)), rel=1e-5)
 
 
@@ -106,7 +111,7 @@ def test_names_that_do_not_tell_need_a_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("metrics", "message"),
     [
         (["F2"], "model.metrics = F2: no class of torchmetrics"),
         (["torch.nn.Linear"], "model.metrics = torch.nn.Linear: no class of torchmetrics"),
@@ -121,9 +126,9 @@ def test_names_that_do_not_tell_need_a_mode(tmp_path: Path) -> None:
         (3, "model.metrics = 3: give "),
     ],
 )
-def test_errors_are_one_line(given: Any, message: str, tmp_path: Path) -> None:
+def test_errors_are_one_line(metrics: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^{message}[^\n]*$"):
-        fit(given, tmp_path)
+        fit(metrics, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
@@ -143,7 +148,7 @@ FURTHER = "--model.metrics={auc: AUROC, f1: {class_path: torchmetrics.F1Score, i
 
 @pytest.mark.slow
 def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
-    """From the command line; the config that is written reads the same again."""
+    """So it is from the command line; the config that is written is read as the same one."""
     one = run("fit", FURTHER, root=tmp_path / "one")
     args = ["fit", "--model=FedAvg", *DIGITS, FURTHER, "--trainer.strategy=ddp", "--trainer.devices=2"]
     with group(2, *args, f"--trainer.default_root_dir={tmp_path}/two", cwd=tmp_path) as children:

@@ -50,7 +50,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stream_is_a_function_of_key_and_names() -> None:
-    """In blocks, so that memory is bounded; no draw is a part of another one."""
+    """It comes in blocks, so that memory is bounded; no draw is a part of another one."""
     n = 2 * BLOCK + 5
     x = KEY.normal(n, "noise", 0, 0, "w")
     assert x.dtype == torch.float64 and x.shape == (n,)
@@ -65,7 +65,7 @@ def test_stream_is_a_function_of_key_and_names() -> None:
 
 
 def test_stream_is_normal() -> None:
-    """Its moments, and its distribution by Kolmogorov and Smirnov."""
+    """Its moments are, and its distribution by the Kolmogorov-Smirnov test."""
     x = KEY.normal(400_000, "normal").numpy()
     for power, moment, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs((x**power).mean() - moment) < 4 * (spread / len(x)) ** 0.5
@@ -95,28 +95,28 @@ def test_releases_lie_on_a_grid_that_is_the_same_for_all_data(std: float) -> Non
     assert np.log2(step) % 1 == 0 and 2.0**-33 <= step / std <= 2.0**-32
     values = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * std
     short, noise = cut(values, step), rounded(values, step)
-    for on in (short, noise, short + noise, short.sum(), short.flip(0).sum()):
-        assert torch.equal(on / step, (on / step).round())
+    for value in (short, noise, short + noise, short.sum(), short.flip(0).sum()):
+        assert torch.equal(value / step, (value / step).round())
     assert (short.abs() <= values.abs()).all() and short.sum() == short.flip(0).sum()
     assert float((noise - values).abs().max()) <= step / 2
 
 
 @pytest.mark.parametrize("privacy", [GaussianPrivacy, AdaptivePrivacy])
 def test_sums_and_noise_are_on_the_grid(privacy: Any) -> None:
-    """Of a rule: each release divided by its grid's step is whole, whatever the uploads."""
+    """Each release of a rule is a whole multiple of its grid's step, whatever the uploads."""
     rule = bound(privacy(clip=1.5, noise_multiplier=0.7))
     for uploads in ([], draws(3), draws(4, 1e20, seed=1)):
-        given = received(uploads, clip=1.5)
-        for total, std in rule.sums(given).values():
+        arrivals = received(uploads, clip=1.5)
+        for total, std in rule.sums(arrivals).values():
             assert torch.equal(total / grid(std), (total / grid(std)).round())
-        _, sums = release(rule, without_references(given))
+        _, sums = release(rule, without_references(arrivals))
         assert float((sums[: 2 * D] / grid(rule.noise_std(1.5)) % 1).abs().max()) == 0
 
 
-def without_references(given: Received) -> Received:
+def without_references(arrivals: Received) -> Received:
     """The same with references of 0; others take a release off the grid of its sum."""
-    zeros = {name: torch.zeros_like(value) for name, value in given.known.items()}
-    return replace(given, known=zeros, server=State({**given.server, "w": zeros["w"]}))
+    zeros = {name: torch.zeros_like(value) for name, value in arrivals.known.items()}
+    return replace(arrivals, known=zeros, server=State({**arrivals.server, "w": zeros["w"]}))
 
 
 # No two runs share noise
@@ -185,7 +185,7 @@ def resumed(golden: Golden, folder: Path, name: str = "last", **options: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [GaussianPrivacy, AdaptivePrivacy])
 def test_newest_checkpoint_replays_its_noise(kind: Any, golden: Golden) -> None:
-    """With unchanged settings, to the bit; the key is the checkpoint's."""
+    """It does with unchanged settings, to the bit; the key is the checkpoint's."""
     privacy = kind(0.5, 1.0, delta=0.1)
     folder = broken_off(golden, 2, privacy=privacy)
     runs = [resumed(golden, folder, privacy=privacy) for _ in range(2)]
@@ -224,10 +224,10 @@ def test_another_learning_rate_has_new_noise(golden: Golden) -> None:
     """What an algorithm, its parts, its loss and its net are made of is a setting, too."""
     folder = broken_off(golden, 2)
     key = checkpoint.load(folder / LAST)["noise"]["key"]
-    other = FedAvg(golden.net(), weighting="uniform")
-    other.optimizer.lr *= 1.5
+    faster = FedAvg(golden.net(), weighting="uniform")
+    faster.optimizer.lr *= 1.5
     smoothed = FedAvg(golden.net(), weighting="uniform", loss=torch.nn.CrossEntropyLoss(label_smoothing=0.1))
-    for model in (other, smoothed):
+    for model in (faster, smoothed):
         run = resumed(golden, folder, model=model)
         assert run.aggregation.noise_key is not None and run.aggregation.noise_key.secret.hex() != key
 
@@ -237,17 +237,17 @@ def test_another_learning_rate_has_new_noise(golden: Golden) -> None:
 def test_noise_depends_on_samples_code_and_files(
     what: str, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond the samples of the fingerprint: a sum that may be another one gets other noise."""
+    """All samples count, not those of the fingerprint alone: a sum that may differ gets other noise."""
     monkeypatch.setattr("fl_lightning.data.module.FINGERPRINTED", 0)
     monkeypatch.syspath_prepend(tmp_path)
     head, row = "device,sec_per_sample,down_mbps,up_mbps,latency_s\n", "phone,0.1,1,1,0\n"
     code, devices = tmp_path / f"own_{what.replace(' ', '_')}.py", tmp_path / "devices.csv"
     code.write_text("from fl_lightning import FedAvg\n\n\nclass Own(FedAvg):\n    pass\n")
     devices.write_text(head + 4 * row)
-    own = import_module(code.stem).Own
+    algorithm = import_module(code.stem).Own
 
     def options() -> dict[str, Any]:
-        model = own(golden.net(), weighting="uniform")
+        model = algorithm(golden.net(), weighting="uniform")
         return {"model": model, "clock": Clock(devices=str(devices), deadline_s=1e9)}
 
     folder = broken_off(golden, 2, **options())
@@ -269,8 +269,8 @@ def test_key_is_in_the_checkpoint_alone(golden: Golden) -> None:
     content = checkpoint.load(folder / LAST)
     key = content["noise"]["key"]
     for file in filter(Path.is_file, folder.rglob("*")):
-        found = key.encode() in file.read_bytes() or bytes.fromhex(key) in file.read_bytes()
-        assert found == (file.suffix == ".ckpt"), file
+        present = key.encode() in file.read_bytes() or bytes.fromhex(key) in file.read_bytes()
+        assert present == (file.suffix == ".ckpt"), file
     plain, _ = golden.run(FedAvg(golden.net()), max_rounds=1)
     assert checkpoint.load(plain.folder.last)["noise"] is None
 
@@ -314,13 +314,13 @@ class Public(FigureLogger):
 @pytest.mark.slow
 def test_loggers_that_publish_get_what_is_protected(golden: Golden) -> None:
     """The run folder has everything; a run that a public seed makes is not private."""
-    of = {seed: Public() for seed in (None, 1)}
-    for seed, logger in of.items():
+    loggers = {seed: Public() for seed in (None, 1)}
+    for seed, logger in loggers.items():
         privacy = GaussianPrivacy(0.5, 1.0, delta=0.1, noise_seed=seed)
         run = private(golden, privacy=privacy, loggers=[logger], callbacks=[Curves()], max_rounds=2)
         assert "client/train/loss" in metrics(run.folder.path)
-    assert of[None].got == {"server/test/acc", "server/test/loss", "privacy/epsilon", "privacy/snr", "client/lr"}
-    assert {"client/train/loss", "partition/samples", "curves"} < of[1].got
+    assert loggers[None].got == {"server/test/acc", "server/test/loss", "privacy/epsilon", "privacy/snr", "client/lr"}
+    assert {"client/train/loss", "partition/samples", "curves"} < loggers[1].got
 
 
 @pytest.mark.parametrize("kind", [GaussianPrivacy, AdaptivePrivacy])

@@ -48,14 +48,14 @@ def trainer(**settings: Any) -> FederatedTrainer:
 def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
     data = Digits(num_clients=4, partition=Dirichlet(alpha=0.1))
     assert repr(data) == DATA
-    made = trainer(default_root_dir=str(tmp_path))
-    run = made.fit(SCAFFOLD(DigitsMLP()), data)
+    federated = trainer(default_root_dir=str(tmp_path))
+    run = federated.fit(SCAFFOLD(DigitsMLP()), data)
     assert repr(data) == f"{DATA}: 1,437 training samples of shape (1, 8, 8), 10 classes"
     assert repr(run) == "Run(SCAFFOLD-Digits: 4 clients, 4,810 weights, round 1 of 1)"
     assert repr(run.server) == "State(w: (4810,), c: (4810,))"
     assert repr(run.state).startswith(f"RunState(round 1, server: {run.server}, metrics: client/train/loss, ")
     assert repr(run.clients) == "ClientStore(2 clients seen, each with c: (4810,))"
-    assert repr(made).startswith("FederatedTrainer(max_rounds=1, sampler=UniformSampler(clients_per_round=2), ")
+    assert repr(federated).startswith("FederatedTrainer(max_rounds=1, sampler=UniformSampler(clients_per_round=2), ")
     assert repr(SAM(rho=0.1)) == "SAM(rho=0.1)" and repr(SGD(lr=0.3, momentum=0.9)) == "SGD(lr=0.3, momentum=0.9)"
     assert repr(DigitsMLP()).startswith("DigitsMLP(\n  (0): Flatten")  # torch's own
 
@@ -90,10 +90,10 @@ def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
         (lambda: FedAvg(), "model.net: missing; give torch.nn.Module, such as DigitsMLP()"),  # type: ignore[call-arg]
         *(
             (
-                partial(trainer, loggers=given),
-                f"trainer.loggers = {given}: give RunLogger or Logger or null, or a list of them, such as WandbLogger(",
+                partial(trainer, loggers=value),
+                f"trainer.loggers = {value}: give RunLogger or Logger or null, or a list of them, such as WandbLogger(",
             )
-            for given in ("wandb", ["wandb"], True)
+            for value in ("wandb", ["wandb"], True)
         ),
         (
             lambda: trainer(eval_every=1e3),
@@ -139,9 +139,9 @@ def test_slips_in_python(call: Callable[[], object], message: str) -> None:
 
 def test_a_metric_by_a_name_that_is_like_it() -> None:
     run = trainer().fit(FedAvg(DigitsMLP(4)), Digits(num_clients=2))
-    for given, meant in (("acc", "did you mean server/test/acc?"), ("nothing", "choose from client/")):
-        with pytest.raises(KeyError, match=rf"{given}.*no such name; {re.escape(meant)}"):
-            run.metrics[given]
+    for name, hint in (("acc", "did you mean server/test/acc?"), ("nothing", "choose from client/")):
+        with pytest.raises(KeyError, match=rf"{name}.*no such name; {re.escape(hint)}"):
+            run.metrics[name]
     assert "acc" not in run.metrics and run.metrics.get("acc") is None
 
 
@@ -204,14 +204,14 @@ class Bent(nn.Linear):
 def test_nets_that_would_go_wrong_in_silence(net: Any, dtype: Any, message: str, tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     clients = [(draw.integers(0, 9, (8, 6)).astype(dtype), np.arange(8) % 3) for _ in range(4)]
-    made = trainer(callbacks=[FlatnessMonitor()], default_root_dir=str(tmp_path))
+    federated = trainer(callbacks=[FlatnessMonitor()], default_root_dir=str(tmp_path))
     model, data = FedAvg(net()), Arrays(client_arrays=clients[:3], test=clients[3])
     if message:
         with pytest.raises(UserError) as error:
-            made.fit(model, data)
+            federated.fit(model, data)
         assert str(error.value).startswith(message)
     else:
-        made.fit(model, data)
+        federated.fit(model, data)
 
 
 class Casts(nn.Linear):
@@ -223,7 +223,7 @@ class Casts(nn.Linear):
 @pytest.mark.parametrize("net", [nn.Linear, lambda *sizes: nn.Sequential(nn.Linear(*sizes), nn.Tanh()), Bent, Casts])
 def test_symmetry_at_saturated_models(net: Any) -> None:
     """The loss of a saturated model has no second derivatives but rounding; those of its net are still looked at."""
-    found = 0
+    refusals = 0
     for scale in (1.0, 3.0, 10.0, 30.0, 100.0, 1000.0):
         for seed in range(5):
             torch.manual_seed(seed)
@@ -236,8 +236,8 @@ def test_symmetry_at_saturated_models(net: Any) -> None:
             try:
                 _check_derivatives("net", LambdaMax(), loss, fresh=True)
             except UserError:
-                found += 1
-    assert found >= 25 if net is Bent else not found
+                refusals += 1
+    assert refusals >= 25 if net is Bent else not refusals
 
 
 @pytest.mark.parametrize("metrics", [{"a": "x"}, {"a": None}, {3: 1.0}, {"a": torch.zeros(2)}, {"round": 3}])

@@ -60,8 +60,8 @@ def assert_equal(together: list[FederatedTrainer], alone: list[FederatedTrainer]
         a, b = state(one.run.folder.path), state(other.run.folder.path)
         assert a.keys() == b.keys()
         for name in a:
-            apart = (a[name] - b[name]).abs()
-            assert not apart.numel() or float(apart.max()) <= 1e-12 * float(b[name].abs().max()), name
+            differences = (a[name] - b[name]).abs()
+            assert not differences.numel() or float(differences.max()) <= 1e-12 * float(b[name].abs().max()), name
         assert metrics(one.run.folder.path).keys() == metrics(other.run.folder.path).keys()
     assert not torch.equal(state(alone[0].run.folder.path)["server.w"], state(alone[1].run.folder.path)["server.w"])
 
@@ -90,9 +90,9 @@ def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 @pytest.mark.parametrize("make", [algorithms.SCAFFOLD, FedGMT, algorithms.FedGloSS])
 def test_seeds(make: Any, engine: str, tmp_path: Path) -> None:
-    """Cohorts of different sizes, too: a round's jobs change their number."""
+    """Cohorts may have different sizes: a round's jobs change their number."""
     options = {"sampler": BernoulliSampler(0.5)}
-    together, alone = ([run(tmp_path / where, seed, engine, **options) for seed in (0, 1)] for where in "ab")
+    together, alone = ([run(tmp_path / folder, seed, engine, **options) for seed in (0, 1)] for folder in "ab")
     objectives = [model(seed, make=make) for seed in (0, 1)]
     parallel_runs.fit(together, objectives, data())
     for seed, trainer in enumerate(alone):
@@ -116,7 +116,7 @@ def test_runs_of_different_length(make: Any, tmp_path: Path) -> None:
         torch.manual_seed(seed)
         return make(DigitsMLP(hidden=8))  # type: ignore[no-any-return]
 
-    together, alone = ([run(tmp_path / where, t, "batched", max_rounds=t) for t in (2, 4)] for where in "ab")
+    together, alone = ([run(tmp_path / folder, t, "batched", max_rounds=t) for t in (2, 4)] for folder in "ab")
     parallel_runs.fit(together, [objective(trainer.seed) for trainer in together], data())
     for trainer in alone:
         trainer.fit(objective(trainer.seed), data())
@@ -126,14 +126,14 @@ def test_runs_of_different_length(make: Any, tmp_path: Path) -> None:
 @pytest.mark.sampled(quick=3, slow=2)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_values(engine: str, tmp_path: Path) -> None:
-    """A number of the ascent, one of the optimizer and one of the algorithm, and learning rates."""
+    """Runs may differ in numbers of ascent, optimizer and algorithm, and in learning rates."""
     numbers = [(0.05, 0.1, 0.5), (0.2, 0.05, 2.0)]
 
     def objective(rho: float, lr: float, beta: float) -> LocalObjective:
         torch.manual_seed(0)
         return FedGMT(DigitsMLP(hidden=8), ascent=SAM(rho), optimizer=SGD(lr), beta=beta)
 
-    together, alone = ([run(tmp_path / where / str(i), 0, engine) for i in (0, 1)] for where in "ab")
+    together, alone = ([run(tmp_path / folder / str(i), 0, engine) for i in (0, 1)] for folder in "ab")
     parallel_runs.fit(together, [objective(*n) for n in numbers], data())
     assert together[0].run.varied.keys() == {"beta", "ascent.rho", "optimizer.lr"}
     for trainer, n in zip(alone, numbers, strict=True):
@@ -150,7 +150,7 @@ def test_values(engine: str, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_numbers_of_a_loss(name: str, number: str, engine: str, tmp_path: Path) -> None:
     """Each client's loss has the number of its own run."""
-    together, alone = ([run(tmp_path / where / str(i), 0, engine) for i in (0, 1)] for where in "ab")
+    together, alone = ([run(tmp_path / folder / str(i), 0, engine) for i in (0, 1)] for folder in "ab")
     objectives = [[model(0, make=getattr(algorithms, name), **{number: value}) for value in (0.3, 2.0)] for _ in "ab"]
     parallel_runs.fit(together, objectives[0], data())
     for trainer, objective in zip(alone, objectives[1], strict=True):
@@ -228,7 +228,7 @@ def test_weights_that_are_no_parameters_of_the_net_are_compared() -> None:
 
 
 def test_a_number_that_is_not_public_is_that_of_each_run(tmp_path: Path) -> None:
-    together, alone = ([run(tmp_path / where / str(i), 0, "batched") for i in (0, 1)] for where in "ab")
+    together, alone = ([run(tmp_path / folder / str(i), 0, "batched") for i in (0, 1)] for folder in "ab")
     parallel_runs.fit(together, [Holder(x, None) for x in (0.5, 1.5)], data())
     for trainer, x in zip(alone, (0.5, 1.5), strict=True):
         trainer.fit(Holder(x, None), data())
@@ -239,7 +239,7 @@ def test_a_number_that_is_not_public_is_that_of_each_run(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
-    """And what was broken off is resumed, wherever each run was."""
+    """What was broken off is resumed, wherever each run was."""
     trainers = [run(tmp_path, seed, "batched") for seed in (0, 1, 2)]
     objectives = [model(seed) for seed in (0, 1, 2)]
     objectives[1].optimizer.lr = 1e200
@@ -259,15 +259,15 @@ def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
     assert [last(root / f"run_{s}/version_0")["round"] for s in (0, 1)] == [3, 2]
     resumed = [run(root, s, "batched") for s in (0, 1)]
     parallel_runs.fit(resumed, [model(s) for s in (0, 1)], data(), "last")
-    whole = [run(tmp_path / "whole", s, "batched") for s in (0, 1)]
-    parallel_runs.fit(whole, [model(s) for s in (0, 1)], data())
-    assert [t.run.folder.path for t in resumed] == [root / f"run_{s}/version_0" for s in (0, 1)]
-    for one, other in zip(resumed, whole, strict=True):
+    references = [run(tmp_path / "whole", s, "batched") for s in (0, 1)]
+    parallel_runs.fit(references, [model(s) for s in (0, 1)], data())
+    assert [trainer.run.folder.path for trainer in resumed] == [root / f"run_{s}/version_0" for s in (0, 1)]
+    for one, other in zip(resumed, references, strict=True):
         assert_same(state(one.run.folder.path), state(other.run.folder.path))
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("make", "says"),
     [
         (lambda: model(0, make=algorithms.FedDyn), "model.class_path"),
         (lambda: FedGMT(DigitsMLP(hidden=9)), "model.net: parallel runs must have the same"),
@@ -276,10 +276,10 @@ def test_one_diverges_the_others_go_on(tmp_path: Path) -> None:
     ],
     ids=["class", "net", "none", "part"],
 )
-def test_what_cannot_be_one_program_is_told(other: Any, says: str, tmp_path: Path) -> None:
+def test_what_cannot_be_one_program_is_told(make: Any, says: str, tmp_path: Path) -> None:
     trainers = [run(tmp_path, seed, "batched") for seed in (0, 1)]
     with pytest.raises(UserError, match=says):
-        parallel_runs.fit(trainers, [FedGMT(DigitsMLP(hidden=8)), other()], data())
+        parallel_runs.fit(trainers, [FedGMT(DigitsMLP(hidden=8)), make()], data())
     assert not list(tmp_path.iterdir())
 
 
@@ -289,8 +289,8 @@ def test_a_callback_with_state_serves_one_run(tmp_path: Path) -> None:
     class Seen(Callback):
         names: ClassVar[list[str]] = []
 
-        def on_round_end(self, of: Run) -> None:
-            self.names.append(of.name)
+        def on_round_end(self, run: Run) -> None:
+            self.names.append(run.name)
 
     def fit(*callbacks: Any) -> None:
         trainers = [run(tmp_path, seed, "batched", max_rounds=1, callbacks=list(callbacks)) for seed in (0, 1)]
@@ -314,9 +314,9 @@ def test_command_line(tmp_path: Path) -> None:
     runs = {folder.parent.name for folder in tmp_path.glob("FedSAM-Digits/*/version_0")}
     assert runs == {f"rho_{rho}_seed_{seed}" for rho in (0.01, 0.1) for seed in (3, 5)}
     # the config of a run is that of the same run alone
-    one = tmp_path / "FedSAM-Digits/rho_0.1_seed_5/version_0"
-    cli("fit", f"--config={one / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path / 'alone'}")
-    torch.testing.assert_close(state(newest(tmp_path / "alone" / "FedSAM-Digits")), state(one), rtol=1e-5, atol=1e-7)
+    member = tmp_path / "FedSAM-Digits/rho_0.1_seed_5/version_0"
+    cli("fit", f"--config={member / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path / 'alone'}")
+    torch.testing.assert_close(state(newest(tmp_path / "alone" / "FedSAM-Digits")), state(member), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

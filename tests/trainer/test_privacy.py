@@ -88,11 +88,11 @@ def draws(n: int, scale: float = 0.01, seed: int = 0) -> list[dict[str, torch.Te
     return [{n: torch.from_numpy(i * scale * draw.normal(size=k)) for n, k in sizes.items()} for i in range(1, n + 1)]
 
 
-def release(rule: Any, given: Received) -> tuple[Uploads, torch.Tensor]:
+def release(rule: Any, arrivals: Received) -> tuple[Uploads, torch.Tensor]:
     """The averages, and all of them as one vector of sums without what the server knew."""
-    uploads = rule.uploads(objective(), given.clients, given.ctx, LIKE)
-    rule.fill(uploads, given)
-    new = {name: uploads.mean(name) - given.known.get(name, 0) for name in uploads.names}
+    uploads = rule.uploads(objective(), arrivals.clients, arrivals.ctx, LIKE)
+    rule.fill(uploads, arrivals)
+    new = {name: uploads.mean(name) - arrivals.known.get(name, 0) for name in uploads.names}
     return uploads, torch.cat([v * uploads.n for v in new.values()])
 
 
@@ -100,14 +100,14 @@ def release(rule: Any, given: Received) -> tuple[Uploads, torch.Tensor]:
 
 
 def test_release_is_the_clipped_sum_over_a_fixed_number() -> None:
-    """By loops: one joint norm of all names, no weights, and the same divisor for any number of clients."""
+    """Loops give the same: one joint norm of all names, no weights, the same divisor for any number of clients."""
     rule = bound(GaussianPrivacy(clip=2.0, noise_multiplier=0.0))
     for n in (0, 1, 3, 7):
-        given = received(draws(n))
-        uploads, _ = release(rule, given)
-        expected = {name: value.clone() for name, value in given.known.items()}
+        arrivals = received(draws(n))
+        uploads, _ = release(rule, arrivals)
+        expected = {name: value.clone() for name, value in arrivals.known.items()}
         for i in range(n):
-            new = {name: given.arrived[i][name] - value for name, value in given.known.items()}
+            new = {name: arrivals.arrived[i][name] - value for name, value in arrivals.known.items()}
             norm = math.sqrt(sum(float(v.square().sum()) for v in new.values()))
             for name, v in new.items():
                 expected[name] += v * min(1.0, 2.0 / norm) / S
@@ -125,9 +125,9 @@ def test_sensitivity(privacy: Any) -> None:
     """
     rule, clip = bound(privacy(clip=1.5, noise_multiplier=0.0)), 1.5
     others = draws(S - 1)
-    anything = [*draws(3), *draws(2, 1e30), *draws(2, 1e-30), *draws(1, 1e150)]
-    anything += [{name: -value for name, value in each.items()} for each in anything]
-    sums = [release(rule, received([*others, any_], clip=clip))[1] for any_ in anything]
+    uploads = [*draws(3), *draws(2, 1e30), *draws(2, 1e-30), *draws(1, 1e150)]
+    uploads += [{name: -value for name, value in upload.items()} for upload in uploads]
+    sums = [release(rule, received([*others, upload], clip=clip))[1] for upload in uploads]
     without = release(rule, received(others, clip=clip))[1]
 
     def moved(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
@@ -148,14 +148,14 @@ def test_sensitivity(privacy: Any) -> None:
     ids=["fixed", "adaptive", "adaptive with default"],
 )
 def test_noise_that_was_added(privacy: Any, std: float, count: float | None) -> None:
-    """Mean 0 and the stated standard deviation in every number of every name, independent between rounds and names."""
+    """It has mean 0 and the stated standard deviation in every number, and is independent between rounds and names."""
     rule, uploads, rounds = bound(privacy), draws(3), 60
     exact = release(bound(type(privacy)(1.5, noise_multiplier=0.0)), received(uploads, clip=1.5))[1]
     noise = torch.stack([release(rule, received(uploads, t, 1.5))[1] for t in range(rounds)]) - exact
     for start, size in ((0, D), (D, D), (2 * D, 1)):
-        each = noise[:, start : start + size]
-        error = 4 / math.sqrt(each.numel())
-        assert abs(float(each.mean())) < error * std and abs(float(each.std()) / std - 1) < error
+        numbers = noise[:, start : start + size]
+        error = 4 / math.sqrt(numbers.numel())
+        assert abs(float(numbers.mean())) < error * std and abs(float(numbers.std()) / std - 1) < error
     if count is not None:
         assert abs(float(noise[:, -1].std()) / count - 1) < 4 / math.sqrt(rounds)
     for a, b in ((noise[:-1, :D], noise[1:, :D]), (noise[:, :D], noise[:, D : 2 * D])):  # rounds, and names
@@ -170,10 +170,10 @@ def test_adaptive_clip_finds_the_quantile() -> None:
                 "distance": LIKE} for k in range(1, 9)]  # fmt: skip
     clip = 0.1
     for t in range(60):
-        given = received(vectors, t, clip)
-        uploads, _ = release(rule, given)
+        arrivals = received(vectors, t, clip)
+        uploads, _ = release(rule, arrivals)
         below = sum(k <= clip for k in range(1, 9)) / 8
-        server = rule.phase_end(given.server, uploads)
+        server = rule.phase_end(arrivals.server, uploads)
         assert float(server.privacy_clip) == pytest.approx(clip * math.exp(-0.2 * (below - 0.5)), rel=1e-12)
         clip = float(server.privacy_clip)
     assert 3.5 <= clip <= 5.5
@@ -182,17 +182,17 @@ def test_adaptive_clip_finds_the_quantile() -> None:
 def test_tensors_clipped_each_cost_more() -> None:
     """As in DP-FedSAM's code: L tensors of norm C are one vector of norm sqrt(L) C."""
     rule = bound(GaussianPrivacy(1.0, 2.0, per_tensor=True), lambda: FedAvg(nn.Linear(2, 2), weighting="uniform"))
-    whole = bound(GaussianPrivacy(1.0, 2.0 / math.sqrt(2)), lambda: FedAvg(nn.Linear(2, 2), weighting="uniform"))
-    assert rule.accountant.epsilon(5) == pytest.approx(whole.accountant.epsilon(5), rel=1e-12)
+    joint = bound(GaussianPrivacy(1.0, 2.0 / math.sqrt(2)), lambda: FedAvg(nn.Linear(2, 2), weighting="uniform"))
+    assert rule.accountant.epsilon(5) == pytest.approx(joint.accountant.epsilon(5), rel=1e-12)
     assert rule.noise_std(1.0) == pytest.approx(2.0, rel=1e-12)
     known = {"w": torch.zeros(6, dtype=torch.float64)}
     flat = FlatSpec(nn.Linear(2, 2))
     upload = torch.tensor([3.0, 0, 4, 0, 0.1, 0.2], dtype=torch.float64)
-    given = Received(
+    arrivals = Received(
         [{"w": upload}], known, [ClientContext(0, 1, M, flat)], State({"w": LIKE}), RoundContext(0, 1, M, flat), 0
     )
     expected = torch.tensor([0.6, 0, 0.8, 0, 0.1, 0.2], dtype=torch.float64)
-    torch.testing.assert_close(rule.clipped(given, 1.0)[0]["w"], expected)
+    torch.testing.assert_close(rule.clipped(arrivals, 1.0)[0]["w"], expected)
 
 
 # What it costs
@@ -235,19 +235,19 @@ def integrated(loss: Any, normal: Any, rounds: int, delta: float) -> tuple[float
     """
     x = np.linspace(-12, 12, 500_001)
     mass = np.diff(sum(weight * ndtr(x - mean) for weight, mean in normal))
-    step, half, found = 0.03 / rounds, 15.0, []
+    step, half, bounds = 0.03 / rounds, 15.0, []
     for rounded in (np.floor(loss(x[:-1]) / step), np.ceil(loss(x[1:]) / step)):
         size = 2 ** math.ceil(math.log2(2 * half / step))
-        one = np.bincount(rounded.astype(int) % size, mass, size)
-        every = np.fft.irfft(np.fft.rfft(one) ** rounds, size).clip(0)
+        single = np.bincount(rounded.astype(int) % size, mass, size)
+        composed = np.fft.irfft(np.fft.rfft(single) ** rounds, size).clip(0)
         losses = step * ((np.arange(size) + size // 2) % size - size // 2)
 
-        def excess(e: float, losses: Any = losses, every: Any = every) -> float:
+        def excess(e: float, losses: Any = losses, composed: Any = composed) -> float:
             above = losses > e
-            return float((every[above] * -np.expm1(e - losses[above])).sum()) - delta
+            return float((composed[above] * -np.expm1(e - losses[above])).sum()) - delta
 
-        found.append(brentq(excess, 0, half, xtol=1e-6))
-    return found[0], found[1]
+        bounds.append(brentq(excess, 0, half, xtol=1e-6))
+    return bounds[0], bounds[1]
 
 
 @pytest.mark.slow
@@ -260,12 +260,12 @@ def test_epsilon_by_integration(options: dict[str, Any], rounds: int, rdp: float
         """Log of a release's density with the client, whose upload moves it by ``mean``, over that without."""
         return np.logaddexp(np.log1p(-q), np.log(q) + x * mean - mean**2 / 2)
 
-    there = [(1 - q, 0.0), (q, 1 / z)]
+    mixture = [(1 - q, 0.0), (q, 1 / z)]
     if pld is None:
-        low, _ = integrated(lambda x: ratio(x, 1 / z) - ratio(x, -1 / z), there, rounds, options["delta"])
+        low, _ = integrated(lambda x: ratio(x, 1 / z) - ratio(x, -1 / z), mixture, rounds, options["delta"])
         assert 1 < low < rdp
     else:
-        removed = integrated(lambda x: ratio(x, 1 / z), there, rounds, options["delta"])
+        removed = integrated(lambda x: ratio(x, 1 / z), mixture, rounds, options["delta"])
         added = integrated(lambda x: -ratio(-x, 1 / z), [(1.0, 0.0)], rounds, options["delta"])
         low, high = (max(pair) for pair in zip(removed, added, strict=True))
         assert low < pld < high < rdp and high - low < 0.07
@@ -291,12 +291,12 @@ def test_epsilon_of_one_release_by_hand() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("poisson", [True, False])
 def test_small_epsilons_have_a_useful_noise(poisson: bool) -> None:
-    """At most that of the mechanism without sampling; epsilon falls with the noise."""
-    of = Accountant(m=6, size=3.0, poisson=poisson, noise=1.0, delta=1e-5, rounds=3)
-    found = [replace(of, noise=z).epsilon(3) for z in (10, 100, 1000, 10_000)]
-    assert all(0 < later < before / 3 for before, later in pairwise(found))
+    """It is at most that of the mechanism without sampling; epsilon falls with the noise."""
+    accountant = Accountant(m=6, size=3.0, poisson=poisson, noise=1.0, delta=1e-5, rounds=3)
+    epsilons = [replace(accountant, noise=z).epsilon(3) for z in (10, 100, 1000, 10_000)]
+    assert all(0 < later < before / 3 for before, later in pairwise(epsilons))
     plain = 2 * math.sqrt(3 * 2 * math.log(1.25e5)) / 0.1
-    assert 20 < of.least_noise(0.1) < plain
+    assert 20 < accountant.least_noise(0.1) < plain
 
 
 def test_noise_for_an_epsilon() -> None:
@@ -324,7 +324,7 @@ def fit(
     [NaiveFedGloSS, *(pytest.param(a, marks=SLOW) for a in (FedAvg, SCAFFOLD, FedGF, FedCM))],
 )
 def test_run_without_noise_is_the_plain_one(make: Any, golden: Golden) -> None:
-    """With a clip that nothing reaches, all cohorts of one size and as many steps for all."""
+    """The clip is one that nothing reaches, all cohorts have one size, and all clients as many steps."""
     _, plain = golden.run(make(golden.net(), weighting="uniform"), sampler=UniformSampler(2), max_rounds=5)
     _, private = fit(golden, make, GaussianPrivacy(1e6, noise_multiplier=0.0, delta=0.1))
     for a, b in zip(plain.server, private.server, strict=True):
@@ -360,7 +360,7 @@ def test_signal_to_noise(golden: Golden) -> None:
 
 @pytest.mark.slow
 def test_budget_ends_the_run(golden: Golden, capsys: Any) -> None:
-    """Before the round that would exceed it; a run that is resumed there does nothing more."""
+    """It ends before the round that would exceed it; a run that is resumed there does nothing more."""
     everyone = BernoulliSampler(1.0)
     accountant = Accountant(m=4, size=4.0, poisson=True, noise=2.0, delta=0.1)
     limit = (accountant.epsilon(3) + accountant.epsilon(4)) / 2
@@ -382,9 +382,9 @@ def test_a_round_that_diverges_in_its_first_phase_is_left_out(golden: Golden) ->
 
         def server_step(self, server: State, sent: State, uploads: Uploads, ctx: RoundContext) -> State:
             after = super().server_step(server, sent, uploads, ctx)
-            now = ctx.t == 2 and not self.diverged
-            self.diverged |= now
-            return after.replace(delta=after.delta * math.nan) if now else after
+            diverges = ctx.t == 2 and not self.diverged
+            self.diverged |= diverges
+            return after.replace(delta=after.delta * math.nan) if diverges else after
 
     run, record = fit(golden, Once, on_divergence="continue")
     assert run.metrics["client/diverged"] == 1
@@ -397,19 +397,19 @@ def test_a_round_that_diverges_in_its_first_phase_is_left_out(golden: Golden) ->
     [GaussianPrivacy(0.5, 1.0, delta=0.1, noise_seed=1), AdaptivePrivacy(0.5, 1.0, delta=0.1, noise_seed=1)],
 )
 def test_resumed_run_is_the_same(privacy: GaussianPrivacy, golden: Golden, tmp_path: Path) -> None:
-    """Noise, clip and epsilon; and with other noise it is refused, as epsilon would be wrong."""
+    """So are noise, clip and epsilon; with other noise it is refused, as epsilon would be wrong."""
     sampler = BernoulliSampler(0.4)
-    whole, _ = fit(golden, NaiveFedGloSS, privacy, sampler)
+    reference, _ = fit(golden, NaiveFedGloSS, privacy, sampler)
     half, _ = fit(golden, NaiveFedGloSS, privacy, sampler, max_rounds=2)
     resumed, _ = fit(golden, NaiveFedGloSS, privacy, sampler, ckpt_path="last")
     assert half.folder.path == resumed.folder.path
-    for name, value in whole.server.items():
+    for name, value in reference.server.items():
         assert torch.equal(value, resumed.server[name])
-    assert metrics(whole.folder.path) == metrics(resumed.folder.path)
+    assert metrics(reference.folder.path) == metrics(resumed.folder.path)
     unseeded = type(privacy)(0.5, 1.0, delta=0.1)  # its epsilon would count the rounds with public noise
-    for other in (GaussianPrivacy(0.5, 0.9, delta=0.1), GaussianPrivacy(0.4, 1.0, delta=0.1), unseeded):
+    for changed in (GaussianPrivacy(0.5, 0.9, delta=0.1), GaussianPrivacy(0.4, 1.0, delta=0.1), unseeded):
         with pytest.raises(UserError, match=r"made with trainer.privacy = "):
-            fit(golden, NaiveFedGloSS, other, sampler, ckpt_path="last", max_rounds=6)
+            fit(golden, NaiveFedGloSS, changed, sampler, ckpt_path="last", max_rounds=6)
     with pytest.raises(UserError, match=r"made with trainer.privacy = "):
         golden.run(NaiveFedGloSS(golden.net()), sampler=sampler, ckpt_path="last", max_rounds=6)
 
@@ -534,9 +534,9 @@ def test_parallel_runs_are_those_alone(options: dict[str, Any], tmp_path: Path) 
         assert_same(state(one.run.folder.path), state(other.run.folder.path))
 
 
-@pytest.mark.parametrize("given", [("privacy=GaussianPrivacy", "privacy.epsilon=1"), ("aggregation=TrimmedMean",)])
-def test_centralized_training_refuses(given: tuple[str, ...], tmp_path: Path) -> None:
-    args = [f"--trainer.{setting}" for setting in (*given, f"default_root_dir={tmp_path}")]
+@pytest.mark.parametrize("settings", [("privacy=GaussianPrivacy", "privacy.epsilon=1"), ("aggregation=TrimmedMean",)])
+def test_centralized_training_refuses(settings: tuple[str, ...], tmp_path: Path) -> None:
+    args = [f"--trainer.{setting}" for setting in (*settings, f"default_root_dir={tmp_path}")]
     with pytest.raises(
         SystemExit, match=r"trainer\.\w+: centralized training has no uploads of clients; set it to null"
     ):

@@ -34,15 +34,15 @@ MODEL = FedAvg(nn.Linear(5, 10).double(), weighting="uniform")
 SENT = State({"w": torch.linspace(-1, 1, D, dtype=torch.float64)})
 EVERYBODY, TENTH = BernoulliSampler(1.0), BernoulliSampler(0.1, redraw=False)
 Game = Callable[[bool, int], float]
-"""The attacker's score of one run: the higher, the likelier is the canary. Of whether it is there, and a number."""
+"""The attacker's score of one run: the higher, the likelier is the canary. Takes whether it is there, and a number."""
 
 
 def least_epsilon(game: Game, games: int, threshold: float) -> float:
     """The lower bound; the attacker claims to see the canary if the score is above the threshold."""
-    false, true = (sum(game(there, 2 * i + there) > threshold for i in range(games)) for there in (False, True))
-    most = float(beta.ppf(0.995, false + 1, games - false)) if false < games else 1.0
-    least = float(beta.ppf(0.005, true, games - true + 1)) if true else 0.0
-    return math.log((least - DELTA) / most) if least > DELTA + most else 0.0
+    false, true = (sum(game(present, 2 * i + present) > threshold for i in range(games)) for present in (False, True))
+    upper = float(beta.ppf(0.995, false + 1, games - false)) if false < games else 1.0
+    lower = float(beta.ppf(0.005, true, games - true + 1)) if true else 0.0
+    return math.log((lower - DELTA) / upper) if lower > DELTA + upper else 0.0
 
 
 def mechanism(z: float = 1.0, sampler: BernoulliSampler = EVERYBODY) -> Any:
@@ -57,62 +57,62 @@ def epsilon(releases: int = 1, **options: Any) -> float:
     return float(replace(mechanism(**options).accountant, releases=releases).epsilon(1))
 
 
-def released(rule: Any, there: bool, scale: float = 1.0) -> torch.Tensor:
+def released(rule: Any, present: bool, scale: float = 1.0) -> torch.Tensor:
     """The sum of a round with the canary or without it; the others upload what they got, as the attacker knows."""
     ctx = RoundContext(0, 1, M, MODEL.flat)
     uploads = rule.uploads(MODEL, (), ctx, SENT.w)
-    rule.fill(uploads, Received([{"w": SENT.w + scale * CANARY * there}], SENT, [], SENT, ctx, 0))
+    rule.fill(uploads, Received([{"w": SENT.w + scale * CANARY * present}], SENT, [], SENT, ctx, 0))
     return (uploads.mean("w") - SENT.w) * uploads.n
 
 
 # The attacks
 
 
-def reading(there: bool, number: int) -> float:
+def reading(present: bool, number: int) -> float:
     """Looks where the canary would be."""
-    return float(released(mechanism(), there) @ CANARY)
+    return float(released(mechanism(), present) @ CANARY)
 
 
-def with_the_seed(there: bool, number: int) -> float:
+def with_the_seed(present: bool, number: int) -> float:
     """Subtracts the noise of the seed that a node finds in its messages, the game's number."""
-    return peeled(there, [number])
+    return peeled(present, [number])
 
 
-def by_search(there: bool, number: int) -> float:
+def by_search(present: bool, number: int) -> float:
     """Tries all states of a generator of few bits."""
-    return peeled(there, range(STATES))
+    return peeled(present, range(STATES))
 
 
 STATES = 8
 """For 2^32 states the search takes hours in place of milliseconds."""
 
 
-def peeled(there: bool, seeds: Iterable[int]) -> float:
+def peeled(present: bool, seeds: Iterable[int]) -> float:
     """Subtracts the noise of a seed that leaves least."""
     rule = mechanism()
-    sums, noise = released(rule, there), [torch.zeros(D, dtype=torch.float64)]
+    sums, noise = released(rule, present), [torch.zeros(D, dtype=torch.float64)]
     for seed in seeds:
         noise.append(NoiseKey.of_seed(seed).normal(D, "noise", 0, 0, "w"))
         noise.append(torch.randn(D, generator=generator(seed, "privacy", 0, 0), dtype=torch.float64))
-    rest = [sums - rule.noise_std(1.0) * each for each in noise]
+    rest = [sums - rule.noise_std(1.0) * draw for draw in noise]
     return float(min(rest, key=lambda v: float(v.norm())) @ CANARY)
 
 
-def of_two_runs(there: bool, number: int) -> float:
+def of_two_runs(present: bool, number: int) -> float:
     """Compares a run with one of a learning rate so small that its clients upload next to nothing."""
-    return float((released(mechanism(), there) - released(mechanism(), there, 1e-30)) @ CANARY)
+    return float((released(mechanism(), present) - released(mechanism(), present, 1e-30)) @ CANARY)
 
 
-def knowing_the_cohort(there: bool, number: int) -> float:
+def knowing_the_cohort(present: bool, number: int) -> float:
     """Looks only if the public seed, the game's number, draws the canary."""
     if 0 not in TENTH(0, M, number):
         return -math.inf
     rule = mechanism(0.7, TENTH)
-    return float(released(rule, there and 0 in TENTH(0, M, rule.cohort_seed(number))) @ CANARY)
+    return float(released(rule, present and 0 in TENTH(0, M, rule.cohort_seed(number))) @ CANARY)
 
 
 def test_reading_stays_below_epsilon() -> None:
-    """And comes near it, so that the audit has power."""
+    """It comes near it, so that the audit has power."""
     assert 0.4 * epsilon() < least_epsilon(reading, 2000, 2.0) < epsilon()
 
 
@@ -127,14 +127,14 @@ KEYS: dict[str, tuple[Game, Callable[[int], int], int]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("hole", KEYS)
 def test_audit_finds_a_public_key(hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (attack, seed, releases), now = KEYS[hole], [0]
+    (attack, seed, releases), current = KEYS[hole], [0]
 
-    def game(there: bool, number: int) -> float:
-        now[0] = number
-        return attack(there, number)
+    def game(present: bool, number: int) -> float:
+        current[0] = number
+        return attack(present, number)
 
     assert least_epsilon(game, 250, 0.5) < epsilon(releases)
-    monkeypatch.setattr(NoiseKey, "fresh", lambda: NoiseKey.of_seed(seed(now[0])))
+    monkeypatch.setattr(NoiseKey, "fresh", lambda: NoiseKey.of_seed(seed(current[0])))
     assert least_epsilon(game, 700, 0.5) > 1.1 * epsilon(releases)
 
 
@@ -153,11 +153,11 @@ class Normed(nn.Sequential):
 
 @pytest.mark.long
 def test_audit_finds_statistics_of_the_clients_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exported statistics of BatchNorm, which the server averages with noise, or estimates without."""
+    """A run exports statistics of BatchNorm, which the server averages with noise, or estimates without."""
     x, y = np.linspace(0, 0.1, 16).reshape(4, 1, 2, 2), np.arange(4) % 2
 
-    def published(buffers: Any, there: bool) -> float:
-        data = Arrays(client_arrays=[(x + there, y), *[(x, y)] * 3], test=(x, y), batch_size=None)
+    def published(buffers: Any, present: bool) -> float:
+        data = Arrays(client_arrays=[(x + present, y), *[(x, y)] * 3], test=(x, y), batch_size=None)
         trainer = FederatedTrainer(
             max_rounds=1, local_steps=1, sampler=EVERYBODY, privacy=RULES[3.0], accelerator="cpu",
             engine="sequential", precision="64-true", enable_progress_bar=False, default_root_dir=str(tmp_path),
@@ -167,7 +167,7 @@ def test_audit_finds_statistics_of_the_clients_data(tmp_path: Path, monkeypatch:
         return float(run.objective.net[1].running_mean.mean())  # type: ignore[index,union-attr]
 
     promised = epsilon(z=3.0)
-    assert least_epsilon(lambda there, _: published("average", there), 12, 0.15) < promised
+    assert least_epsilon(lambda present, _: published("average", present), 12, 0.15) < promised
     bind = GaussianPrivacy.bind
 
     def unchecked(self: GaussianPrivacy, plan: Plan) -> GaussianPrivacy:
@@ -179,4 +179,4 @@ def test_audit_finds_statistics_of_the_clients_data(tmp_path: Path, monkeypatch:
         return bound
 
     monkeypatch.setattr(GaussianPrivacy, "bind", unchecked)
-    assert least_epsilon(lambda there, _: published("reset", there), 24, 0.15) > 1.5 * promised
+    assert least_epsilon(lambda present, _: published("reset", present), 24, 0.15) > 1.5 * promised

@@ -87,8 +87,8 @@ def of_parts() -> Iterator[Row]:
     plain, groups = state(), dict[Any, list[str]]()
     for name, options in PARTS.items():
         try:
-            more = [[n for n in now if n not in before] for now, before in zip(state(**options), plain, strict=True)]
-            noised, clients = listed(dict.fromkeys([*more[0], *more[1]])), listed(more[2])
+            new = [[n for n in after if n not in before] for after, before in zip(state(**options), plain, strict=True)]
+            noised, clients = listed(dict.fromkeys([*new[0], *new[1]])), listed(new[2])
             key = noised or "-", f"of the clients {clients}" if clients else "-"
         except UserError:
             key = "-", "refused"
@@ -144,7 +144,7 @@ def of_metrics(root: Path) -> Iterator[Row]:
     groups: dict[str, set[bool]] = {}
     for name, equal in same.items():
         groups.setdefault(group(name), set()).add(equal)
-    private = sorted(name for name, found in groups.items() if found == {True})
+    private = sorted(name for name, flags in groups.items() if flags == {True})
     assert all(is_protected(name) == (group(name) in private) for name in same)
     yield "metrics", listed(private), listed(sorted(groups.keys() - {*private}))
 
@@ -192,5 +192,5 @@ def table() -> str:
 
 def fill(page: str) -> str:
     """The page with the table."""
-    made = table()
-    return TABLE.sub(lambda _: made, page)
+    text = table()
+    return TABLE.sub(lambda _: text, page)

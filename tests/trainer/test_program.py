@@ -29,8 +29,8 @@ from tests.runs import assert_same, metrics, state
 CLASSES = {name: getattr(fl, name) for name in dir(fl)}
 ALGORITHMS = [
     name
-    for name, each in CLASSES.items()
-    if isinstance(each, type) and issubclass(each, fl.LocalObjective) and each is not fl.LocalObjective
+    for name, kind in CLASSES.items()
+    if isinstance(kind, type) and issubclass(kind, fl.LocalObjective) and kind is not fl.LocalObjective
 ]
 ONE_BY_ONE = {"FedScar", "FedScarl", "NaiveFedGloSS"}
 """Algorithms whose rounds have two phases, or whose server sums over what all clients keep."""
@@ -59,24 +59,24 @@ def ends_with_evaluated_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(
-    root: Path, make: Any = FedAvg, *callbacks: Callback, resume: Any = None, parts: Any = (), **more: Any
+    root: Path, make: Any = FedAvg, *callbacks: Callback, resume: Any = None, parts: Any = (), **options: Any
 ) -> Run:
     torch.manual_seed(0)
-    of_data = {name: more.pop(name) for name in ("batch_size", "stream", "val_fraction") if name in more}
+    data_options = {name: options.pop(name) for name in ("batch_size", "stream", "val_fraction") if name in options}
     trainer = FederatedTrainer(
         callbacks=[*callbacks, *([] if any(isinstance(c, Checkpoints) for c in callbacks) else [Checkpoints(11)])],
         **{
             "max_rounds": 26, "eval_every": 20, "eval_last": 2, "engine": "graphed",
-            "accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "default_root_dir": str(root), **more,
-            **({} if "sampler" in more else {"clients_per_round": 4}),
+            "accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "default_root_dir": str(root), **options,
+            **({} if "sampler" in options else {"clients_per_round": 4}),
         },
     )  # fmt: skip
     optimizer = optimizer_for(make.__name__, 0.1, momentum=0.5)
-    return trainer.fit(make(DigitsMLP(hidden=8), optimizer=optimizer, parts=[*parts]), data(**of_data), resume)
+    return trainer.fit(make(DigitsMLP(hidden=8), optimizer=optimizer, parts=[*parts]), data(**data_options), resume)
 
 
-def data(**more: Any) -> Digits:
-    return Digits(**{"num_clients": 9, "batch_size": 32, "partition": fl.Dirichlet(0.3), **more})
+def data(**options: Any) -> Digits:
+    return Digits(**{"num_clients": 9, "batch_size": 32, "partition": fl.Dirichlet(0.3), **options})
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +106,12 @@ def test_the_bits_are_those_of_single_rounds(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs end at checkpoints and evaluations."""
-    together = train(tmp_path, CLASSES[name], seen := Rounds(), engine=engine)
+    together = train(tmp_path, CLASSES[name], rounds := Rounds(), engine=engine)
     every = [*range(1, 27)]
-    assert seen.seen == (every if name in ONE_BY_ONE else [1, 11, 20, 22, 25, 26])
+    assert rounds.seen == (every if name in ONE_BY_ONE else [1, 11, 20, 22, 25, 26])
     one_by_one(monkeypatch)
-    alone = train(tmp_path, CLASSES[name], seen := Rounds(), engine=engine)
-    assert seen.seen == every
+    alone = train(tmp_path, CLASSES[name], rounds := Rounds(), engine=engine)
+    assert rounds.seen == every
     check_same(together, alone)
     if engine == "graphed" and name not in ONE_BY_ONE:
         assert recorded(together)
@@ -140,8 +140,8 @@ def test_rounds_of_fewer_clients(name: str, how: str, tmp_path: Path, monkeypatc
     """Those that do not answer have no weight; programs end before a round of nobody."""
     runs = []
     for _ in range(2):
-        runs.append(train(tmp_path, CLASSES[name], seen := Rounds(), **FAILING[how]))
-        assert (len(seen.seen) < 20) is (len(runs) == 1)
+        runs.append(train(tmp_path, CLASSES[name], rounds := Rounds(), **FAILING[how]))
+        assert (len(rounds.seen) < 20) is (len(runs) == 1)
         one_by_one(monkeypatch)
     check_same(*runs)
     assert recorded(runs[0]) and runs[0].state.failures == runs[1].state.failures
@@ -154,10 +154,10 @@ def test_a_program_ends_when_the_clock_does(stop_s: float, tmp_path: Path, monke
     runs = []
     for _ in range(2):
         clock = fl.Clock(sec_per_sample=1e-3, server_s=0.01, max_time_s=stop_s)
-        runs.append(train(tmp_path, FedAvg, seen := Rounds(), clock=clock))
+        runs.append(train(tmp_path, FedAvg, rounds := Rounds(), clock=clock))
         seconds = [value for _, value in metrics(runs[-1].folder.path)["clock/time_s"]]
         assert seconds[-1] >= stop_s and all(value < stop_s for value in seconds[:-1])
-        assert (len(seen.seen) < len(seconds)) is (len(runs) == 1 and len(seconds) > 2)
+        assert (len(rounds.seen) < len(seconds)) is (len(runs) == 1 and len(seconds) > 2)
         one_by_one(monkeypatch)
     check_same(*runs)
 
@@ -179,17 +179,19 @@ class Models(Callback):
 def test_evaluated_rounds_are_programs_and_those_whose_local_models_are_needed_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs, found = [], list[Models]()
+    runs, models = [], list[Models]()
     for _ in range(2):
-        found.append(Models(5, 19))
-        runs.append(train(tmp_path, fl.SCAFFOLD, found[-1], seen := Rounds(), eval_every=1))
-        assert seen.seen == [*range(1, 27)]
-        assert {t for t, _ in found[-1].models} == ({0, 5, 19} if len(runs) == 1 else {*range(26)})
+        models.append(Models(5, 19))
+        runs.append(train(tmp_path, fl.SCAFFOLD, models[-1], rounds := Rounds(), eval_every=1))
+        assert rounds.seen == [*range(1, 27)]
+        assert {t for t, _ in models[-1].models} == ({0, 5, 19} if len(runs) == 1 else {*range(26)})
         one_by_one(monkeypatch)
     assert recorded(runs[0]) and runs[1].rounds is None
     check_same(*runs)
-    alone = {t: torch.stack([w for of, w in found[1].models if of == t]) for t in (5, 19)}
-    assert all(torch.equal(torch.stack([w for of, w in found[0].models if of == t]), v) for t, v in alone.items())
+    alone = {t: torch.stack([w for round_, w in models[1].models if round_ == t]) for t in (5, 19)}
+    assert all(
+        torch.equal(torch.stack([w for round_, w in models[0].models if round_ == t]), v) for t, v in alone.items()
+    )
 
 
 @pytest.mark.slow
@@ -199,11 +201,11 @@ def test_a_short_program_goes_on_after_evaluated_rounds(
 ) -> None:
     """Their rows, with what is measured of held-out data, are those of single rounds; callbacks see them, too."""
     monkeypatch.setattr(program, "SHOWN_S", math.inf)
-    runs, lengths, of_run = [], list[int](), program.length
-    monkeypatch.setattr(program, "length", lambda run: lengths.append(of_run(run)) or lengths[-1])
+    runs, lengths, original = [], list[int](), program.length
+    monkeypatch.setattr(program, "length", lambda run: lengths.append(original(run)) or lengths[-1])
     for _ in range(2):
-        runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), engine=engine, eval_every=2, val_fraction=0.2))
-        assert seen.seen == (sorted([1, *range(2, 27, 2), 11, 25]) if len(runs) == 1 else [*range(1, 27)])
+        runs.append(train(tmp_path, fl.SCAFFOLD, rounds := Rounds(), engine=engine, eval_every=2, val_fraction=0.2))
+        assert rounds.seen == (sorted([1, *range(2, 27, 2), 11, 25]) if len(runs) == 1 else [*range(1, 27)])
         one_by_one(monkeypatch)
     assert [n for n in lengths if n] == [1, 9, 11, 4]
     check_same(*runs)
@@ -231,7 +233,7 @@ class Ends(Callback):
 def test_flatness_is_measured_in_the_same_rounds_with_the_same_models(
     ends: int, eval_every: int, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in the last round of a program, whose beginning and local models the monitor has not seen."""
+    """So it is in the last round of a program, whose beginning and local models the monitor has not seen."""
     runs = []
     for _ in range(2):
         monitor = fl.FlatnessMonitor(4, metrics=[LambdaMax(samples=99), Discrepancy(samples=99)])
@@ -250,9 +252,9 @@ def test_a_pseudo_gradient_needs_the_round_before_only(
     runs = []
     for expected in ([1, 6, 7, 8, 14, 15, 16, ends, 22, 23, 24, 25, 26], range(1, 27)):
         monitor = fl.FlatnessMonitor(8, metrics=[fl.Updates(), fl.DeltaEpsilon(rho=0.1)])
-        given = (monitor, Ends(ends), seen := Rounds(), Checkpoints())
-        runs.append(train(tmp_path, fl.SCAFFOLD, *given, eval_every=26, eval_last=1))
-        assert seen.seen == sorted({t for t in expected if t <= min(ends, 26)})
+        callbacks = (monitor, Ends(ends), rounds := Rounds(), Checkpoints())
+        runs.append(train(tmp_path, fl.SCAFFOLD, *callbacks, eval_every=26, eval_last=1))
+        assert rounds.seen == sorted({t for t in expected if t <= min(ends, 26)})
         for name in ("pseudo_gradient_cosine", "delta_epsilon"):
             assert [t for t, _ in metrics(runs[-1].folder.path)[f"flatness/{name}"]] == measured
         one_by_one(monkeypatch)
@@ -263,9 +265,9 @@ def test_a_pseudo_gradient_of_an_older_round_is_not_that_of_the_round_before(tmp
     """Where a run ends in an evaluated round after a program, a cosine is missing rather than that of other rounds."""
     monitor = fl.FlatnessMonitor(8, metrics=[fl.Updates()])
     run = train(tmp_path, fl.SCAFFOLD, monitor, Ends(21), eval_every=1, eval_last=1)
-    found = metrics(run.folder.path)
-    assert [t for t, _ in found["flatness/pseudo_gradient_norm"]] == [8, 16, 21]
-    assert [t for t, _ in found["flatness/pseudo_gradient_cosine"]] == [8, 16]
+    logged = metrics(run.folder.path)
+    assert [t for t, _ in logged["flatness/pseudo_gradient_norm"]] == [8, 16, 21]
+    assert [t for t, _ in logged["flatness/pseudo_gradient_cosine"]] == [8, 16]
 
 
 class Pairs(Callback):
@@ -376,8 +378,8 @@ class Scheduled(FedAvg):
         return server.replace(w=uploads.weighted("w") * (1 - 0.01 / (ctx.t + 1)))
 
 
-def swa(net: Any, **more: Any) -> FedAvg:
-    return FedAvg(net, averaging=fl.SWA(start=3, cycle=3), **more)
+def swa(net: Any, **options: Any) -> FedAvg:
+    return FedAvg(net, averaging=fl.SWA(start=3, cycle=3), **options)
 
 
 swa.__name__ = "FedAvg"
@@ -385,7 +387,7 @@ swa.__name__ = "FedAvg"
 
 @pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(
-    ("make", "records", "more"),
+    ("make", "records", "options"),
     [
         (Counts, 0, {}),
         (Looks, 0, {}),
@@ -404,12 +406,12 @@ swa.__name__ = "FedAvg"
     ],
 )
 def test_which_rounds_are_recorded(
-    make: Any, records: int, more: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, records: int, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others train as their hooks are written; all have the bits of single rounds."""
-    together = train(tmp_path, make, Rounds(), **more)
+    together = train(tmp_path, make, Rounds(), **options)
     one_by_one(monkeypatch)
-    check_same(together, train(tmp_path, make, Rounds(), **more))
+    check_same(together, train(tmp_path, make, Rounds(), **options))
     assert recorded(together) == records
 
 
@@ -436,11 +438,11 @@ class Sees(Callback):
 
 def test_what_a_single_round_caches_changes_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first round nobody answers, so that hooks have cached nothing when the first program is recorded."""
-    more = {"faults": fl.Faults(available=[[], *[[*range(9)]] * 43]), "max_rounds": 44}
-    together = train(tmp_path, fl.FedGloSS, Sees(), **more)
+    options = {"faults": fl.Faults(available=[[], *[[*range(9)]] * 43]), "max_rounds": 44}
+    together = train(tmp_path, fl.FedGloSS, Sees(), **options)
     assert recorded(together)
     one_by_one(monkeypatch)
-    check_same(together, train(tmp_path, fl.FedGloSS, Sees(), **more))
+    check_same(together, train(tmp_path, fl.FedGloSS, Sees(), **options))
 
 
 @pytest.mark.slow
@@ -471,12 +473,12 @@ class Decomposing(Part):
     "method", ["randk", *(pytest.param(name, marks=pytest.mark.slow) for name in ("topk", "qsgd", "sign"))]
 )
 def test_parts_with_bits_of_their_own(method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes, what is left out of them, and bits that depend on values."""
+    """Codes, what is left out of them, and bits that depend on values are those of single rounds."""
     runs = []
     for _ in range(2):
         parts = [Positive(), fl.Compress(method)]
-        runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), parts=parts))
-        assert (11 in seen.seen) and (10 in seen.seen) == (len(runs) == 2)
+        runs.append(train(tmp_path, fl.SCAFFOLD, rounds := Rounds(), parts=parts))
+        assert (11 in rounds.seen) and (10 in rounds.seen) == (len(runs) == 2)
         one_by_one(monkeypatch)
     assert (method == "qsgd") == ("client.Compress.w" not in state(runs[0].folder.path))
     check_same(*runs)
@@ -492,15 +494,15 @@ def test_checkpoints_by_time_fall_between_programs(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(
             resume, "save", lambda run, path, saved=saved: saved.append(run.rounds_done) or save(run, path)
         )
-        runs.append(train(tmp_path, fl.SCAFFOLD, seen := Rounds(), Checkpoints()))
-        assert seen.seen == [1, 20, 25, 26]
+        runs.append(train(tmp_path, fl.SCAFFOLD, rounds := Rounds(), Checkpoints()))
+        assert rounds.seen == [1, 20, 25, 26]
         assert saved == ([1, 20, 25, 26] if pause == 0 else [26])
     check_same(*runs)
 
 
 @pytest.mark.slow
 def test_an_interruption_falls_between_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of rounds 12 to 20 is undone."""
+    """The program of rounds 12 to 20 is undone."""
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, fl.SCAFFOLD, Rounds(fails_at=20))
     [broken] = tmp_path.glob("*/*/checkpoints/last.ckpt")
@@ -568,11 +570,11 @@ LACKING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.sampled(quick=3)
-@pytest.mark.parametrize(("need", "more"), LACKING.items(), ids=[*LACKING])
-def test_rounds_that_run_one_by_one(need: str, more: dict[str, Any], tmp_path: Path) -> None:
-    more = {"make": FedAvg, "max_rounds": 3, **more}
-    run = train(tmp_path, more.pop("make"), seen := Rounds(), **more)
-    assert seen.seen == [1, 2, 3] and program.lacking(run) == [need]
+@pytest.mark.parametrize(("need", "options"), LACKING.items(), ids=[*LACKING])
+def test_rounds_that_run_one_by_one(need: str, options: dict[str, Any], tmp_path: Path) -> None:
+    options = {"make": FedAvg, "max_rounds": 3, **options}
+    run = train(tmp_path, options.pop("make"), rounds := Rounds(), **options)
+    assert rounds.seen == [1, 2, 3] and program.lacking(run) == [need]
 
 
 def test_all_needs_are_tested() -> None:
@@ -583,13 +585,13 @@ def test_all_needs_are_tested() -> None:
 @pytest.mark.slow
 def test_a_program_takes_half_of_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round shows how long one takes; an hour is enough for all the others that nobody needs."""
-    run = train(tmp_path, FedAvg, seen := Rounds(), max_rounds=9, max_time="00:01:00:00")
-    assert seen.seen == [1, 8, 9]
+    run = train(tmp_path, FedAvg, rounds := Rounds(), max_rounds=9, max_time="00:01:00:00")
+    assert rounds.seen == [1, 8, 9]
     run.state = replace(run.state, round=1, metrics={"time/round_s": 100.0})
-    for elapsed, rounds in ((0.0, 7), (2900.0, 3), (3450.0, 0), (3700.0, 0)):
+    for elapsed, length in ((0.0, 7), (2900.0, 3), (3450.0, 0), (3700.0, 0)):
         monkeypatch.setattr(Run, "elapsed", elapsed)
         run.should_stop = False
-        assert program.length(run) == rounds
+        assert program.length(run) == length
 
 
 @pytest.mark.slow
@@ -598,11 +600,11 @@ def test_a_program_holds_what_memory_holds(tmp_path: Path, monkeypatch: pytest.M
     sample = data()
     sample.setup("fit")
     step = 32 * sample.sample_bytes(torch.float32)
-    most = 3 * 4 * (1 + max(len(client) for client in sample.clients) // 32)
-    monkeypatch.setattr(program, "CHUNK", most * step)
-    few = train(tmp_path, FedAvg, seen := Rounds())
-    assert len(seen.seen) > 9
-    check_same(few, alone)
+    steps = 3 * 4 * (1 + max(len(client) for client in sample.clients) // 32)
+    monkeypatch.setattr(program, "CHUNK", steps * step)
+    bounded = train(tmp_path, FedAvg, rounds := Rounds())
+    assert len(rounds.seen) > 9
+    check_same(bounded, alone)
 
 
 def test_what_does_not_fit_into_memory_runs_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,8 +612,8 @@ def test_what_does_not_fit_into_memory_runs_one_by_one(tmp_path: Path, monkeypat
         raise torch.OutOfMemoryError("simulated")
 
     monkeypatch.setattr(RecordedRounds, "train", fails)
-    train(tmp_path, FedAvg, seen := Rounds(), max_rounds=3)
-    assert seen.seen == [1, 2, 3]
+    train(tmp_path, FedAvg, rounds := Rounds(), max_rounds=3)
+    assert rounds.seen == [1, 2, 3]
 
 
 class Listening(Logger):
@@ -669,10 +671,10 @@ def test_what_users_do_between_rounds(kind: str, tmp_path: Path, monkeypatch: py
     for _ in range(2):
         logger = Listening(stop if kind == "a logger stops" else lambda *_: None)
         hook = decay if kind == "a hook of an object" else None
-        more: dict[str, Any] = {"sampler": Sometimes()} if kind == "no clients" else {}
+        options: dict[str, Any] = {"sampler": Sometimes()} if kind == "no clients" else {}
         make = Positives if kind == "bits of an algorithm" else FedAvg
         runs.append(
-            train(tmp_path, make, Listener(logger, hook), max_rounds=13, engine="batched", loggers=logger, **more)
+            train(tmp_path, make, Listener(logger, hook), max_rounds=13, engine="batched", loggers=logger, **options)
         )
         one_by_one(monkeypatch)
     assert runs[0].rounds_done == (7 if kind == "a logger stops" else 13)
@@ -695,16 +697,16 @@ class Remembers(CohortSampler):
         return [self.drawn % m]
 
 
-@pytest.mark.parametrize(("make", "more"), [(Slows, {}), (FedAvg, {"sampler": Remembers()})], ids=["lr", "sampler"])
-def test_what_was_drawn_ahead_must_not_change(make: Any, more: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("make", "options"), [(Slows, {}), (FedAvg, {"sampler": Remembers()})], ids=["lr", "sampler"])
+def test_what_was_drawn_ahead_must_not_change(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"draws several rounds ahead.* of round 10; make sampler and learning rate"):
-        train(tmp_path, make, max_rounds=13, engine="batched", **more)
+        train(tmp_path, make, max_rounds=13, engine="batched", **options)
 
 
 def test_memory_bounds_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the variate, the server's state is two models; four clients keep one each."""
     alone = train(tmp_path, fl.SCAFFOLD, max_rounds=13, engine="batched")
     monkeypatch.setattr(program, "MEMORY", 3 * 6 * 4 * alone.net.w.numel())
-    few = train(tmp_path, fl.SCAFFOLD, seen := Rounds(), max_rounds=13, engine="batched")
-    assert seen.seen[:3] == [1, 4, 7]
-    check_same(few, alone)
+    bounded = train(tmp_path, fl.SCAFFOLD, rounds := Rounds(), max_rounds=13, engine="batched")
+    assert rounds.seen[:3] == [1, 4, 7]
+    check_same(bounded, alone)

@@ -20,10 +20,10 @@ from fl_lightning.trainer.storage import provenance
 from tests.runs import assert_same, last, metrics, run, state
 
 
-def written(folder: Path, **more: Any) -> dict[str, Any]:
-    provenance.write(folder, 0, torch.device("cpu"), 1, **{"engine": "sequential", "precision": "32-true", **more})
-    found: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
-    return found
+def written(folder: Path, **options: Any) -> dict[str, Any]:
+    provenance.write(folder, 0, torch.device("cpu"), 1, **{"engine": "sequential", "precision": "32-true", **options})
+    content: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
+    return content
 
 
 @pytest.fixture
@@ -33,28 +33,28 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "package").mkdir(parents=True)
     for name in ("mine.py", "package/mine.py"):
         (folder / name).write_text("a = 1\n")
-    who = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
-    for args in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "First"]):
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+    for args in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "First"]):
         subprocess.run(["git", "-C", str(folder), *args], check=True)
     monkeypatch.chdir(folder)
     return folder
 
 
 def test_a_run_and_its_resumption(tmp_path: Path) -> None:
-    whole = run("fit", "--trainer.max_rounds=4", root=tmp_path / "whole")
-    part = run("fit", root=tmp_path / "part")
+    reference = run("fit", "--trainer.max_rounds=4", root=tmp_path / "whole")
+    resumed = run("fit", root=tmp_path / "part")
     run("fit", "--trainer.max_rounds=4", "--ckpt_path=last", root=tmp_path / "part")
-    first, second = json.loads((part / "provenance.json").read_text())["starts"]
-    assert (first["round"], second["round"], last(part)["round"]) == (0, 2, 4)
+    first, second = json.loads((resumed / "provenance.json").read_text())["starts"]
+    assert (first["round"], second["round"], last(resumed)["round"]) == (0, 2, 4)
     assert first["engine"] == "sequential" and first["precision"] == "32-true"
     assert "--trainer.max_rounds=2" in first["command"] and "--ckpt_path=last" in second["command"]
     assert first["versions"]["torch"] == torch.__version__.partition("+")[0]
     machine = first["machine"]
     assert machine["threads"] == 1 and machine["processes"] == 1 and machine["device"] == "cpu" and machine["cpu"]
     assert socket.gethostname() not in json.dumps(machine)
-    assert_same(state(part), state(whole))
-    assert metrics(part) == metrics(whole)
-    partition = json.loads((part / "partition.json").read_text())
+    assert_same(state(resumed), state(reference))
+    assert metrics(resumed) == metrics(reference)
+    partition = json.loads((resumed / "partition.json").read_text())
     assert (partition["clients"], partition["classes"]) == (6, 10) and len(partition["counts"]) == 6
 
 
@@ -65,7 +65,7 @@ def test_it_draws_no_random_number(tmp_path: Path) -> None:
 
 
 def test_commit_and_changes(clone: Path, tmp_path: Path) -> None:
-    """Of the working folder; the same changes once, others beside them."""
+    """They are those of the working folder; the same changes are kept once, others beside them."""
     out = tmp_path / "run"
     out.mkdir()
     clean = written(out)["starts"][0]["code"]["working folder"]
@@ -73,15 +73,15 @@ def test_commit_and_changes(clone: Path, tmp_path: Path) -> None:
     (clone / "mine.py").write_text("a = 2\n")
     (clone / "new.py").write_text("b = 1\n")
     written(out)
-    found = written(out)
-    one, two = (start["code"]["working folder"] for start in found["starts"][1:])
+    content = written(out)
+    one, two = (start["code"]["working folder"] for start in content["starts"][1:])
     assert one == two and one["unknown_files"] == ["new.py"]
-    assert "-a = 1\n+a = 2\n" in found["changes"][one["changes"]]
+    assert "-a = 1\n+a = 2\n" in content["changes"][one["changes"]]
     (clone / "mine.py").write_text("x\n" * provenance.MOST_CHANGES)
-    found = written(out)
-    text = found["changes"][found["starts"][-1]["code"]["working folder"]["changes"]]
+    content = written(out)
+    text = content["changes"][content["starts"][-1]["code"]["working folder"]["changes"]]
     assert text.endswith("characters\n") and len(text) < provenance.MOST_CHANGES + 100
-    assert one["changes"] in found["changes"]
+    assert one["changes"] in content["changes"]
 
 
 def test_code_of_the_package_is_what_was_imported(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,10 +90,10 @@ def test_code_of_the_package_is_what_was_imported(clone: Path, tmp_path: Path, m
     (clone / "mine.py").write_text("a = 2\n")
     first = written(tmp_path)["starts"][0]["code"]
     (clone / "mine.py").write_text("a = 3\n")
-    found = written(tmp_path)
-    second = found["starts"][1]["code"]
+    content = written(tmp_path)
+    second = content["starts"][1]["code"]
     assert first["package"] == first["working folder"] == second["package"] != second["working folder"]
-    assert len(found["changes"]) == 2 and first["package"]["changes"] in found["changes"]
+    assert len(content["changes"]) == 2 and first["package"]["changes"] in content["changes"]
 
 
 def test_code_of_the_package_is_that_of_its_folder(
@@ -103,8 +103,8 @@ def test_code_of_the_package_is_that_of_its_folder(
     monkeypatch.setattr(fl_lightning, "__file__", str(clone / "package" / "mine.py"))
     monkeypatch.setattr(provenance, "package", cache(provenance.package.__wrapped__))
     (clone / "mine.py").write_text("a = 2\n")
-    found = written(tmp_path)["starts"][0]["code"]
-    assert found["package"]["changes"] is None and found["working folder"]["changes"]
+    code = written(tmp_path)["starts"][0]["code"]
+    assert code["package"]["changes"] is None and code["working folder"]["changes"]
 
 
 def test_outside_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +144,12 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     written(tmp_path)
     written(tmp_path)
     path, draw = tmp_path / "provenance.json", random.Random(5)
-    whole = path.read_bytes()
-    for place in draw.choices(range(len(whole)), k=200):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+    content = path.read_bytes()
+    for place in draw.choices(range(len(content)), k=200):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :])
         with pytest.raises(UserError, match=r"provenance\.json: not (readable|what a run writes|as the run has)"):
             written(tmp_path)
-    path.write_bytes(whole)
+    path.write_bytes(content)
     assert len(written(tmp_path)["starts"]) == 3
 
 
@@ -157,7 +157,7 @@ def test_partitions_are_bounded(tmp_path: Path) -> None:
     data = Digits(num_clients=1200)
     data.setup()
     provenance.write_partition(tmp_path, data)
-    found = json.loads((tmp_path / "partition.json").read_text())
-    assert (found["clients"], len(found["counts"])) == (1200, 1000)
+    partition = json.loads((tmp_path / "partition.json").read_text())
+    assert (partition["clients"], len(partition["counts"])) == (1200, 1000)
     label = str(int(data.y_train[data.clients[0][0]]))
-    assert sum(found["counts"][0].values()) == len(data.clients[0]) and label in found["counts"][0]
+    assert sum(partition["counts"][0].values()) == len(data.clients[0]) and label in partition["counts"][0]

@@ -38,9 +38,9 @@ from tests.runs import FORKS, assert_same, last, metrics, newest, state
 OPTIONS = {"clients_per_round": 3, "accelerator": "cpu", "engine": "sequential", "enable_progress_bar": False}
 
 
-def trainer(root: Path, *callbacks: Callback, rounds: int = 5, **more: Any) -> FederatedTrainer:
+def trainer(root: Path, *callbacks: Callback, rounds: int = 5, **options: Any) -> FederatedTrainer:
     return FederatedTrainer(
-        **{**OPTIONS, "max_rounds": rounds, "default_root_dir": str(root), **more}, callbacks=list(callbacks)
+        **{**OPTIONS, "max_rounds": rounds, "default_root_dir": str(root), **options}, callbacks=list(callbacks)
     )
 
 
@@ -61,10 +61,10 @@ def test_a_round_that_is_not_applied_is_a_dry_run(make: Any, tmp_path: Path) -> 
 
     class Dry(Callback):
         def train(self, run: Run) -> None:
-            seen: list[int] = []
-            made = Round(run, Cohort.draw(run, run.next_round), lambda result: seen.append(result.client))
-            dry[run.rounds_done] = made.train(run.engine).server.w
-            assert sorted(set(seen)) == sorted(made.cohort.clients)
+            clients: list[int] = []
+            dry_round = Round(run, Cohort.draw(run, run.next_round), lambda result: clients.append(result.client))
+            dry[run.rounds_done] = dry_round.train(run.engine).server.w
+            assert sorted(set(clients)) == sorted(dry_round.cohort.clients)
             Round(run, Cohort.of(run, [0, 5], run.next_round), perturb=False).train(run.engine)
 
         def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
@@ -103,14 +103,14 @@ def test_an_interruption_in_any_hook_takes_the_round_back(
                 raise error
 
     setattr(Stop, hook, lambda self, run, *_, **what: self.stop(run, **what))
-    whole = trainer(tmp_path / "whole").fit(model(), data())
+    reference = trainer(tmp_path / "whole").fit(model(), data())
     with pytest.raises(error):
         trainer(tmp_path / "broken", Stop()).fit(model(), data())
     broken = newest(tmp_path / "broken")
     assert last(broken)["round"] == 2
     trainer(tmp_path / "broken").fit(model(), data(), "last")
-    assert_same(state(broken), state(whole.folder.path))
-    assert metrics(broken) == metrics(whole.folder.path)
+    assert_same(state(broken), state(reference.folder.path))
+    assert metrics(broken) == metrics(reference.folder.path)
 
 
 def test_a_written_checkpoint_is_not_taken_back(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_a_written_checkpoint_is_not_taken_back(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path, Late(every_n_rounds=2)).fit(model(), data())
     assert last(newest(tmp_path))["round"] == 4
-    whole = trainer(tmp_path / "whole").fit(model(), data())
+    reference = trainer(tmp_path / "whole").fit(model(), data())
     trainer(tmp_path).fit(model(), data(), "last")
-    assert_same(state(newest(tmp_path)), state(whole.folder.path))
+    assert_same(state(newest(tmp_path)), state(reference.folder.path))
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_lightning_loads_our_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("options", [{}, {"ascent": SAM(0.1), "averaging": SWA(start=2)}], ids=["SGD", "SAM + SWA"])
 def test_centralized_training_resumes_to_the_bit(options: Any, tmp_path: Path) -> None:
-    """Momentum, learning-rate decay, shuffling and dropout included; its checkpoint is not one of `fit`."""
+    """So do momentum, learning-rate decay, shuffling and dropout; its checkpoint is not one of `fit`."""
 
     def central() -> FedAvg:
         torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_centralized_training_resumes_to_the_bit(options: Any, tmp_path: Path) -
             if run.rounds_done == 4:
                 raise ZeroDivisionError
 
-    whole = trainer(tmp_path / "whole").centralized(central(), data())
+    reference = trainer(tmp_path / "whole").centralized(central(), data())
     with pytest.raises(ZeroDivisionError):
         trainer(tmp_path / "broken", Stop()).centralized(central(), data())
     broken = newest(tmp_path / "broken")
@@ -180,8 +180,8 @@ def test_centralized_training_resumes_to_the_bit(options: Any, tmp_path: Path) -
     with pytest.raises(UserError, match=r"of centralized training; continue it with `fl-lightning centralized`"):
         trainer(tmp_path / "broken").fit(central(), data(), str(broken / "checkpoints/last.ckpt"))
     assert trainer(tmp_path / "broken").centralized(central(), data(), "last").folder.path == broken
-    assert_same(state(broken), state(whole.folder.path))
-    assert metrics(broken) == metrics(whole.folder.path)
+    assert_same(state(broken), state(reference.folder.path))
+    assert metrics(broken) == metrics(reference.folder.path)
     federated = trainer(tmp_path / "fit").fit(central(), data())
     with pytest.raises(UserError, match=r"of federated training; continue it with `fl-lightning fit`"):
         trainer(tmp_path / "fit").centralized(central(), data(), str(federated.folder.last))
@@ -208,12 +208,12 @@ def test_an_error_of_the_first_process_reaches_the_others(error: BaseException) 
     children = [context.Process(target=_fails, args=(rank, port, error, queue)) for rank in (0, 1)]
     for child in children:
         child.start()
-    found = dict(queue.get() for _ in children)
+    errors = dict(queue.get() for _ in children)
     for child in children:
         child.join()
     ours = isinstance(error, UserError)
-    assert found[0] == (type(error), str(error))
-    assert found[1] == (UserError, "mine" if ours else f"process 0: {error!r}")
+    assert errors[0] == (type(error), str(error))
+    assert errors[1] == (UserError, "mine" if ours else f"process 0: {error!r}")
 
 
 def _fails(rank: int, port: str, error: BaseException, queue: Any) -> None:
@@ -237,10 +237,10 @@ def _fails(rank: int, port: str, error: BaseException, queue: Any) -> None:
 
 def test_a_model_is_trained_by_one_run(tmp_path: Path) -> None:
     """Its net holds the weights of the run, from which a second one would begin unseen; a checkpoint may continue."""
-    made, t = model(FedAvg), trainer(tmp_path, rounds=1)
-    run = t.fit(made, data())
+    objective, first = model(FedAvg), trainer(tmp_path, rounds=1)
+    run = first.fit(objective, data())
     with pytest.raises(UserError, match=r"model = FedAvg: a run has trained it; make a new one, FedAvg\(model.net\)"):
-        t.fit(made, data())
+        first.fit(objective, data())
     assert newest(tmp_path) == run.folder.path
-    trainer(tmp_path, rounds=2).fit(made, data(), ckpt_path=str(run.folder.last))
-    trainer(tmp_path, rounds=1).fit(FedAvg(made.net), data())
+    trainer(tmp_path, rounds=2).fit(objective, data(), ckpt_path=str(run.folder.last))
+    trainer(tmp_path, rounds=1).fit(FedAvg(objective.net), data())

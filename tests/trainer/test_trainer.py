@@ -55,8 +55,8 @@ from tests.problem import Golden
 def digits_run(folder: Path, objective: LocalObjective, rounds: int = 3, **options: Any) -> Run:
     torch.manual_seed(0)
     options = {"clients_per_round": 4, "accelerator": "cpu", "enable_progress_bar": False, **options}
-    fit = FederatedTrainer(max_rounds=rounds, default_root_dir=str(folder), **options)
-    return fit.fit(objective, Digits(num_clients=20, partition=IID()))
+    trainer = FederatedTrainer(max_rounds=rounds, default_root_dir=str(folder), **options)
+    return trainer.fit(objective, Digits(num_clients=20, partition=IID()))
 
 
 # Cohorts
@@ -177,12 +177,12 @@ def test_state_after_a_broken_round_is_that_before(golden: Golden) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         golden.run(SCAFFOLD(net=golden.net()), callbacks=[Stop()])
-    whole = golden.run(SCAFFOLD(net=golden.net()))[1]
+    reference = golden.run(SCAFFOLD(net=golden.net()))[1]
     (saved,) = golden.folder.glob("*/version_0/checkpoints/last.ckpt")
     state = torch.load(saved, weights_only=True)
     assert state["round"] == 2
-    assert torch.equal(state["server"]["w"], whole.server[2].w)
-    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([whole.client[1][k].c for k in (0, 1, 2)]))
+    assert torch.equal(state["server"]["w"], reference.server[2].w)
+    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([reference.client[1][k].c for k in (0, 1, 2)]))
 
 
 SCALARS = {"FedNova": 1, "FedGF": 2, "FedExP": 1, "FedWMSAM": 2, "FedAdamW": 1}
@@ -222,7 +222,7 @@ def numbers(name: str, flat: FlatSpec) -> int:
 @pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_passes_and_wire_are_what_is_declared(golden: Golden, name: str) -> None:
-    """Counted: floats that really went, passes that were really made; NaiveFedGloSS makes each step twice."""
+    """Floats that really went and passes that were really made are counted; NaiveFedGloSS makes each step twice."""
     objective = getattr(algorithms, name)(net=golden.net())
     calls, counted = Counter[str](), list[tuple[int, int]]()
 
@@ -240,18 +240,18 @@ def test_passes_and_wire_are_what_is_declared(golden: Golden, name: str) -> None
         def on_local_end(self, run: Run, result: LocalResult) -> None:
             counted.append((calls["forward"], calls["backward"]))
 
-    fit, _ = golden.run(objective, callbacks=[Count()], sampler=ReplaySampler([[0, 1]]), max_rounds=1)
+    run, _ = golden.run(objective, callbacks=[Count()], sampler=ReplaySampler([[0, 1]]), max_rounds=1)
     _, _, forwards, backwards, _ = costs(name)
     (f0, b0), (f1, b1) = counted[0], counted[-1]
     others = 2 * objective.phases - 1  # trainings between the two counts
-    made = (f1 - f0) / 3 / others * objective.phases, (b1 - b0) / 3 / others * objective.phases
-    assert made == (forwards, backwards)
-    assert tuple(n * objective.phases for n in fit.contract[0].passes) == (forwards, backwards)
-    assert fit.metrics["comm/total_bits"] == numbers(name, objective.flat) * 64 * 2
+    passes = (f1 - f0) / 3 / others * objective.phases, (b1 - b0) / 3 / others * objective.phases
+    assert passes == (forwards, backwards)
+    assert tuple(n * objective.phases for n in run.contract[0].passes) == (forwards, backwards)
+    assert run.metrics["comm/total_bits"] == numbers(name, objective.flat) * 64 * 2
 
 
 def test_results_do_not_depend_on_the_global_generator(tmp_path: Path) -> None:
-    """Dropout included; and monitoring changes nothing."""
+    """Dropout does not, either; and monitoring changes nothing."""
 
     class Disturb(Callback):
         def on_local_end(self, run: Run, result: LocalResult) -> None:
@@ -264,8 +264,8 @@ def test_results_do_not_depend_on_the_global_generator(tmp_path: Path) -> None:
     plain = digits_run(tmp_path, FedAvg(net=net()))
     watched = digits_run(tmp_path, FedAvg(net=net()), callbacks=[Disturb(), FlatnessMonitor(every_n_rounds=1)])
     assert torch.equal(plain.server.w, watched.server.w)
-    other = digits_run(tmp_path, FedAvg(net=net()), seed=1)
-    assert not torch.equal(plain.server.w, other.server.w)
+    reseeded = digits_run(tmp_path, FedAvg(net=net()), seed=1)
+    assert not torch.equal(plain.server.w, reseeded.server.w)
 
 
 @pytest.mark.slow
@@ -273,22 +273,22 @@ def test_composition_learns(tmp_path: Path) -> None:
     """SCAFFOLD + ASAM + SWA with a schedule, a clip and momentum; accuracy is that of the average."""
     optimizer = SGD(lr=0.2, momentum=0.5, clip=5.0, schedule=Cosine(0.1))
     objective = SCAFFOLD(net=DigitsMLP(), optimizer=optimizer, ascent=ASAM(0.3), averaging=SWA(start=0.5))
-    fit = digits_run(tmp_path, objective, rounds=20, eval_every=5)
-    assert fit.metrics["server/test/acc"] > 0.85
-    final = fit.evaluate("test", fit.global_model)
-    assert final == {k: v for k, v in fit.metrics.items() if k.startswith("server/test")}
-    assert torch.equal(objective.flat.vector(objective.net), fit.global_model)
-    assert not torch.equal(fit.global_model, fit.server.w)
+    run = digits_run(tmp_path, objective, rounds=20, eval_every=5)
+    assert run.metrics["server/test/acc"] > 0.85
+    final = run.evaluate("test", run.global_model)
+    assert final == {k: v for k, v in run.metrics.items() if k.startswith("server/test")}
+    assert torch.equal(objective.flat.vector(objective.net), run.global_model)
+    assert not torch.equal(run.global_model, run.server.w)
 
 
 @pytest.mark.slow
 def test_bf16_mixed_keeps_float32_state(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    fit = digits_run(tmp_path, FedSMOO(net=DigitsMLP(), optimizer=SGD(lr=0.3)), rounds=15, precision="bf16-mixed")
+    run = digits_run(tmp_path, FedSMOO(net=DigitsMLP(), optimizer=SGD(lr=0.3)), rounds=15, precision="bf16-mixed")
     exact = digits_run(tmp_path, FedSMOO(net=DigitsMLP(), optimizer=SGD(lr=0.3)), rounds=15)
-    assert {v.dtype for v in fit.server.values()} == {torch.float32}
-    assert fit.metrics["server/test/acc"] > 0.8
-    assert not torch.equal(fit.server.w, exact.server.w)
+    assert {v.dtype for v in run.server.values()} == {torch.float32}
+    assert run.metrics["server/test/acc"] > 0.8
+    assert not torch.equal(run.server.w, exact.server.w)
 
 
 def test_clip_acts_on_the_corrected_direction() -> None:
@@ -320,10 +320,10 @@ def test_initial_weights(golden: Golden, tmp_path: Path) -> None:
     for source in (golden.init, str(tmp_path / "init.pt")):
         objective = FedAvg(net=fresh(), init_weights=source)
         assert torch.equal(objective.net.fc1.bias, golden.init["fc1.bias"])
-    fit, _ = golden.run(FedAvg(net=golden.net()))
-    checkpoint = fit.folder.path / "checkpoints" / "last.ckpt"
+    run, _ = golden.run(FedAvg(net=golden.net()))
+    checkpoint = run.folder.path / "checkpoints" / "last.ckpt"
     assert torch.allclose(
-        FedAvg(net=fresh().double(), init_weights=str(checkpoint)).net.fc1.bias, fit.objective.net.fc1.bias
+        FedAvg(net=fresh().double(), init_weights=str(checkpoint)).net.fc1.bias, run.objective.net.fc1.bias
     )
     with pytest.raises(UserError, match=r"does not fit DigitsMLP: '.*' is missing"):
         FedAvg(net=DigitsMLP(), init_weights=golden.init)
@@ -348,26 +348,26 @@ def test_a_constant_buffer_needs_no_policy() -> None:
 def test_flatness_monitor_against_the_plain_functions(golden: Golden) -> None:
     from fl_lightning.flatness import hessian, lambda_max, measure_discrepancy
 
-    fit, record = golden.run(
+    run, record = golden.run(
         SCAFFOLD(net=golden.net(), ascent=SAM(0.1)), sampler=ReplaySampler([[0, 1, 2, 3]] * 2), max_rounds=2,
         callbacks=[FlatnessMonitor(2, [LambdaMax(samples=None, tol=1e-8), Discrepancy(rho=0.1)])],
     )  # fmt: skip
-    net, loss, data = fit.objective.net, fit.objective.loss, fit.data
+    net, loss, data = run.objective.net, run.objective.loss, run.data
 
     def batches(k: int) -> Any:
         return lambda: data.eval_batches(data.clients[k], torch.float64)
 
     clients = [(record.local[1][k].w, batches(k)) for k in range(4)]
-    assert fit.metrics["flatness/discrepancy"] == pytest.approx(
+    assert run.metrics["flatness/discrepancy"] == pytest.approx(
         measure_discrepancy(net, loss, clients, rho=0.1), rel=1e-9
     )
     top = lambda_max(hessian(net, loss, lambda: data.eval_batches("train", torch.float64)), tol=1e-8)
-    assert fit.metrics["flatness/lambda_max"] == pytest.approx(top.value, rel=1e-6)
-    assert fit.metrics["flatness/lambda_max_residual"] < 1e-8
+    assert run.metrics["flatness/lambda_max"] == pytest.approx(top.value, rel=1e-6)
+    assert run.metrics["flatness/lambda_max_residual"] < 1e-8
 
 
 def test_ten_lines_of_python(tmp_path: Path) -> None:
-    """Lists of per-client arrays, as a newcomer would write it."""
+    """A newcomer would write it so, with lists of per-client arrays."""
     draw = torch.Generator().manual_seed(0)
     centers = 3 * torch.randn(3, 5, generator=draw)
     clients = []
@@ -392,7 +392,7 @@ def test_complex_numbers_of_a_net_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_run_with_numbers_of_numpy_goes_on(tmp_path: Path) -> None:
-    """Also within no_grad: else a loop over np.arange(5) would leave checkpoints that nothing reads."""
+    """It does also within no_grad: else a loop over np.arange(5) would leave checkpoints that nothing reads."""
 
     def trained(rounds: int, ckpt_path: str | None = None) -> Run:
         trainer = FederatedTrainer(
@@ -418,10 +418,10 @@ def test_a_run_trains_whatever_the_mode_of_its_caller(tmp_path: Path) -> None:
     settings = {"max_rounds": 1, "clients_per_round": 2, "default_root_dir": str(tmp_path), "callbacks": []}
     torch.manual_seed(0)
     net = DigitsMLP()
-    once = FederatedTrainer(**settings).fit(FedAvg(deepcopy(net)), Digits(num_clients=5)).server.w
+    outside = FederatedTrainer(**settings).fit(FedAvg(deepcopy(net)), Digits(num_clients=5)).server.w
     with torch.inference_mode():
-        again = FederatedTrainer(**settings).fit(FedAvg(net), Digits(num_clients=5)).server.w
-    assert torch.equal(once, again)
+        inside = FederatedTrainer(**settings).fit(FedAvg(net), Digits(num_clients=5)).server.w
+    assert torch.equal(outside, inside)
 
 
 def test_nets_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
@@ -453,21 +453,21 @@ def test_a_round_broken_off_while_it_is_measured_is_undone(golden: Golden) -> No
             if run.rounds_done == 3:
                 raise KeyboardInterrupt
 
-    whole = golden.run(SCAFFOLD(net=golden.net()))[1]
+    reference = golden.run(SCAFFOLD(net=golden.net()))[1]
     with pytest.raises(KeyboardInterrupt):
         golden.run(SCAFFOLD(net=golden.net()), callbacks=[Stop()])
     saved = max(golden.folder.glob("*/*/checkpoints/last.ckpt"))
     state = torch.load(saved, weights_only=True)
     assert state["round"] == 2
-    assert torch.equal(state["server"]["w"], whole.server[2].w)
-    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([whole.client[1][k].c for k in (0, 1, 2)]))
+    assert torch.equal(state["server"]["w"], reference.server[2].w)
+    assert torch.equal(state["clients"]["rows"]["c"], torch.stack([reference.client[1][k].c for k in (0, 1, 2)]))
 
 
 @pytest.mark.parametrize("options", [{"relaxed_init": 0.2}, {}], ids=["w_last", "teacher"])
 def test_a_resumed_run_keeps_its_initial_model(golden: Golden, options: Any) -> None:
     """Clients first seen after the interruption get slots from the run's w0, not from the new process's net."""
     algorithm = FedAvg if options else FedGMTv2
-    whole = golden.run(algorithm(net=golden.net(), **options))[1]
+    reference = golden.run(algorithm(net=golden.net(), **options))[1]
 
     class Stop(Callback):
         def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
@@ -478,9 +478,9 @@ def test_a_resumed_run_keeps_its_initial_model(golden: Golden, options: Any) -> 
         golden.run(algorithm(net=golden.net(), **options), callbacks=[Stop()])
     saved = max(golden.folder.glob("*/*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     torch.manual_seed(5)
-    other = algorithm(net=type(golden.net())(), **options)
-    _, resumed = golden.run(other, ckpt_path=str(saved))
-    assert torch.equal(resumed.server[-1].w, whole.server[-1].w)
+    restarted = algorithm(net=type(golden.net())(), **options)
+    _, resumed = golden.run(restarted, ckpt_path=str(saved))
+    assert torch.equal(resumed.server[-1].w, reference.server[-1].w)
 
 
 def test_a_loss_that_is_not_a_number_is_told(golden: Golden) -> None:
@@ -489,8 +489,8 @@ def test_a_loss_that_is_not_a_number_is_told(golden: Golden) -> None:
             loss = nn.functional.cross_entropy(logits, y, reduction="none")
             return torch.where((y == 0) & (len(y) == 64), torch.nan, loss)  # 64: the test set
 
-    fit, _ = golden.run(FedAvg(net=golden.net(), loss=Odd()), sampler=ReplaySampler([[0]]), max_rounds=1)
-    assert str(fit.metrics["server/test/loss"]) == "nan"
+    run, _ = golden.run(FedAvg(net=golden.net(), loss=Odd()), sampler=ReplaySampler([[0]]), max_rounds=1)
+    assert str(run.metrics["server/test/loss"]) == "nan"
 
 
 def test_distillation_in_bfloat16_is_taken_in_float32() -> None:

@@ -36,14 +36,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, CLASSES))
 
 
-def trainer(root: Path, *callbacks: Callback, **more: Any) -> FederatedTrainer:
-    own: dict[str, Any] = {"engine": "sequential", "max_rounds": 4, "clients_per_round": 3, "precision": "64-true"}
+def trainer(root: Path, *callbacks: Callback, **options: Any) -> FederatedTrainer:
+    defaults: dict[str, Any] = {"engine": "sequential", "max_rounds": 4, "clients_per_round": 3, "precision": "64-true"}
     fixed: dict[str, Any] = {"accelerator": "cpu", "threads": 1, "enable_progress_bar": False}
-    return FederatedTrainer(callbacks=[*callbacks], default_root_dir=str(root), **fixed, **(own | more))
+    return FederatedTrainer(callbacks=[*callbacks], default_root_dir=str(root), **fixed, **(defaults | options))
 
 
-def fit(model: fl.LocalObjective, root: Path, *callbacks: Callback, of: Arrays | None = None, **more: Any) -> Run:
-    return trainer(root, *callbacks, **more).fit(model, of or data())
+def fit(model: fl.LocalObjective, root: Path, *callbacks: Callback, arrays: Arrays | None = None, **more: Any) -> Run:
+    return trainer(root, *callbacks, **more).fit(model, arrays or data())
 
 
 # Hooks that change tensors in place
@@ -173,8 +173,8 @@ class TeacherByFunction(Teacher):
 @pytest.mark.parametrize("parts", [[], ["last:1"]])
 def test_a_model_may_be_declared_by_a_function(parts: list[str], tmp_path: Path) -> None:
     """Personal layers of a client are put into it, as into one that is declared by a word."""
-    own = [fl.Personal(parts)] if parts else []
-    one, other = (fit(make(net(), parts=own), tmp_path) for make in (Teacher, TeacherByFunction))
+    personal = [fl.Personal(parts)] if parts else []
+    one, other = (fit(make(net(), parts=personal), tmp_path) for make in (Teacher, TeacherByFunction))
     assert torch.equal(one.server.w, other.server.w)
     assert one.objective.models == other.objective.models
 
@@ -213,8 +213,8 @@ class Remembers(FedAvg):
 def test_state_of_other_shapes_and_dtypes(tmp_path: Path) -> None:
     """What a client keeps has the dtype of the weights from the first contact on, in programs of rounds, too."""
     first, *others = [
-        fit(Remembers(net()), tmp_path, engine=engine, max_rounds=8, eval_every=9, **more)
-        for engine, more in (
+        fit(Remembers(net()), tmp_path, engine=engine, max_rounds=8, eval_every=9, **options)
+        for engine, options in (
             ("sequential", {}),
             ("sequential", {"client_memory": 0.0}),
             ("batched", {}),
@@ -343,15 +343,15 @@ class Evaluates(Callback):
 
 
 def test_a_callback_that_evaluates_leaves_the_clients_statistics_in_the_net(tmp_path: Path) -> None:
-    found = []
+    values = []
     for callbacks in ([], [Evaluates()]):
         torch.manual_seed(0)
         normed = nn.Sequential(nn.Linear(D, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES))
         monitor = fl.FlatnessMonitor(every_n_rounds=1, metrics=[fl.ClientLambdaMax()])
         model = FedAvg(normed, buffers="average", optimizer=fl.SGD(lr=0.2))
-        done = fit(model, tmp_path, *callbacks, monitor, of=data((20,) * 5, 8), max_rounds=2)
-        found.append(done.metrics["flatness/client_lambda_max_local"])
-    assert found[0] == found[1]
+        run = fit(model, tmp_path, *callbacks, monitor, arrays=data((20,) * 5, 8), max_rounds=2)
+        values.append(run.metrics["flatness/client_lambda_max_local"])
+    assert values[0] == values[1]
 
 
 class Relaxes(Callback):
@@ -384,6 +384,6 @@ class NormAsTensor(Measure):
 
 def test_a_measure_may_return_tensors(tmp_path: Path) -> None:
     run = fit(FedAvg(net()), tmp_path, fl.FlatnessMonitor(metrics=[NormAsTensor()]), max_rounds=1)
-    (found,) = measurements(run.folder.path / "flatness.jsonl")
-    assert found["value"] == run.metrics["flatness/norm"] == float(run.global_model.norm())
-    assert found["error"] == pytest.approx(found["value"] / 10)
+    (measurement,) = measurements(run.folder.path / "flatness.jsonl")
+    assert measurement["value"] == run.metrics["flatness/norm"] == float(run.global_model.norm())
+    assert measurement["error"] == pytest.approx(measurement["value"] / 10)
