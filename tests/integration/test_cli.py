@@ -21,7 +21,7 @@ from tests.runs import DIGITS, assert_same, cli, forked, last, metrics, newest, 
 
 FOLDER = Path(__file__).parents[2] / "configs"
 QUIET = ["--trainer.enable_progress_bar=false"]
-"""Without figures, too, which take longer than a small run."""
+"""Draws no progress bar, which takes longer than a small run."""
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 FRAGMENTS = sorted(path for name in ("compositions", "presets") for path in (FOLDER / name).rglob("*.yaml"))
 

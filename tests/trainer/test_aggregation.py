@@ -198,7 +198,6 @@ def test_refused_before_anything_is_written(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.slow
 class Rows(Aggregation):
     def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
         return rows if len(rows) > 1 else None  # type: ignore[return-value]
