@@ -133,15 +133,13 @@ def test_keep_nothing_is_the_algorithm(algorithm: Any, golden: Golden) -> None:
 
 
 def test_choices(golden: Golden) -> None:
-    def own_size(**options: Any) -> int:
+    def size(**options: Any) -> int:
         return int(
             LocalObjective(golden.net(), parts=[Personal(**options)]).client_inits()["own"](torch.zeros(D)).numel()
         )
 
-    assert (
-        own_size() == own_size(keep=["last:1"]) == own_size(share=["conv.*", "fc1.*"]) == own_size(keep=["*2*"]) == OWN
-    )
-    assert own_size(share=["last:2"]) == D - OWN - 65 * 16 == own_size(keep=["type:Conv?d"])
+    assert size() == size(keep=["last:1"]) == size(share=["conv.*", "fc1.*"]) == size(keep=["*2*"]) == OWN
+    assert size(share=["last:2"]) == D - OWN - 65 * 16 == size(keep=["type:Conv?d"])
     normed = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Sequential(nn.BatchNorm1d(4))), nn.Linear(4, 2))
     part = LocalObjective(normed, parts=[Personal(["type:BatchNorm*"])], buffers="local").parts[0]
     assert part.client_state["own"](torch.arange(38.0)).tolist() == [*range(20, 28)]  # type: ignore[operator]
@@ -374,14 +372,12 @@ class Phases(Callback):
 RULES = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.01}
 
 
-def steps(
-    golden: Golden, k: int, w: Tensor, pattern: str, n: int, pull: float = 0.0, target: Tensor | None = None
-) -> Tensor:
+def steps(golden: Golden, k: int, w: Tensor, names: str, n: int, pull: float = 0.0, to: Tensor | None = None) -> Tensor:
     """Steps by torch.optim.SGD of the parameters whose names match, on the whole data of a client."""
     net = golden.net().double()
     nn.utils.vector_to_parameters(w.clone(), net.parameters())
-    anchors = [] if target is None else target.split([p.numel() for p in net.parameters()])
-    optimizer = torch.optim.SGD([p for name, p in net.named_parameters() if re.match(pattern, name)], **RULES)
+    anchors = [] if to is None else to.split([p.numel() for p in net.parameters()])
+    optimizer = torch.optim.SGD([p for name, p in net.named_parameters() if re.match(names, name)], **RULES)
     x, y = golden.arrays[k]
     for _ in range(n):
         optimizer.zero_grad()
@@ -605,8 +601,8 @@ def test_flatness(golden: Golden) -> None:
 
         def loss(v: Tensor) -> Tensor:
             parts = dict(
-                zip(parameters, (p.view(s) for p, s in zip(v.split([s.numel() for s in shapes]), shapes, strict=True)))
-            )  # noqa: B905
+                zip(parameters, (p.view(s) for p, s in zip(v.split([s.numel() for s in shapes]), shapes, strict=True)))  # noqa: B905
+            )
             z = torch.func.functional_call(net, {**weights, **parts}, (x,))
             return nn.functional.cross_entropy(z, torch.as_tensor(golden.arrays[k][1]).long())
 
