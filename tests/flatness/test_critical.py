@@ -55,13 +55,13 @@ def test_quadratics(first: float) -> None:
     options: dict[str, Any] = {"first": first, "tol": 1e-7}
     for i in range(4):
         e = torch.eye(4, dtype=torch.float64)[i] * -c[i] * h[i]  # a gradient
-        critical = critical_rate(model, take, data, e, **options)
-        assert critical.rate == pytest.approx(2 / float(h[i]), rel=1e-6)
-        assert critical.lo <= 2 / float(h[i]) * (1 + 1e-12) and 2 / float(h[i]) <= critical.hi * (1 + 1e-12)
+        crossing = critical_rate(model, take, data, e, **options)
+        assert crossing.rate == pytest.approx(2 / float(h[i]), rel=1e-6)
+        assert crossing.lo <= 2 / float(h[i]) * (1 + 1e-12) and 2 / float(h[i]) <= crossing.hi * (1 + 1e-12)
     g = gradient(model, take, data)
     rayleigh = float(g @ (h * g) / (g @ g))
-    critical = critical_rate(model, take, data, g, **options)
-    assert critical.sharpness == pytest.approx(rayleigh, rel=1e-6) and critical.sharpness <= 5
+    crossing = critical_rate(model, take, data, g, **options)
+    assert crossing.sharpness == pytest.approx(rayleigh, rel=1e-6) and crossing.sharpness <= 5
     assert critical_rate(model, take, data, 3 * g, **options).sharpness == pytest.approx(3 * rayleigh, rel=1e-6)
     w = model.w.detach().clone()
     assert torch.equal(model.w, w)
@@ -95,15 +95,15 @@ def test_brackets_of_the_spec(
     if at == "initial":
         w = torch.cat([p.detach().double().flatten() for p in golden.net().parameters()])
         g = gradient(net, CE, data, w)
-    critical = critical_rate(net, CE, data, g, w, first=first)
-    assert (critical.lo, critical.hi, critical.evaluations) == (
+    crossing = critical_rate(net, CE, data, g, w, first=first)
+    assert (crossing.lo, crossing.hi, crossing.evaluations) == (
         pytest.approx(bracket[0]),
         pytest.approx(bracket[1]),
         evaluations,
     )
-    assert critical.lo <= exact <= critical.hi
+    assert crossing.lo <= exact <= crossing.hi
     assert critical_rate(net, CE, data, g, w, tol=1e-9).rate == pytest.approx(exact, abs=1e-8)
-    assert critical_rate(net, CE, data, g, w, first=critical.rate).evaluations <= 7  # a warm start
+    assert critical_rate(net, CE, data, g, w, first=crossing.rate).evaluations <= 7  # a warm start
 
 
 def test_a_loss_that_rises_at_once(problem: Any) -> None:
@@ -113,8 +113,8 @@ def test_a_loss_that_rises_at_once(problem: Any) -> None:
         v, uphill = w.to(dtype), -g.to(dtype)
         batches = [(x.to(dtype), y) for x, y in data]
         for first in (1e-3, 1.0):
-            critical = critical_rate(net.to(dtype), CE, batches, uphill, v, first=first)
-            assert (critical.rate, critical.sharpness) == (0.0, math.inf)
+            crossing = critical_rate(net.to(dtype), CE, batches, uphill, v, first=first)
+            assert (crossing.rate, crossing.sharpness) == (0.0, math.inf)
         known = critical_rate(net, CE, batches, uphill, v, slope=float(g @ -g))
         assert known.rate == known.evaluations == 0
 
@@ -132,12 +132,12 @@ CASES: list[tuple[Callable[[float], float], float, float]] = [
 @pytest.mark.parametrize("first", [1e-3, 0.5, 2.0, 7.0])
 @pytest.mark.parametrize(("value", "lo", "hi"), CASES)
 def test_functions_of_a_rate(value: Callable[[float], float], lo: float, hi: float, first: float) -> None:
-    bracket = search(value, first, 1e-6)
+    crossing = search(value, first, 1e-6)
     if math.isinf(hi):
-        assert math.isinf(bracket.hi) and bracket.rate == bracket.lo > first
+        assert math.isinf(crossing.hi) and crossing.rate == crossing.lo > first
         assert search(value, first, 1e-6, highest=100 * first).lo < 300 * first
     else:
-        assert (bracket.lo, bracket.hi) == (pytest.approx(lo, rel=2e-6), pytest.approx(hi, rel=2e-6))
+        assert (crossing.lo, crossing.hi) == (pytest.approx(lo, rel=2e-6), pytest.approx(hi, rel=2e-6))
 
 
 # In runs

@@ -264,7 +264,7 @@ def test_data_as_a_list_or_a_loader(kind: Make) -> None:
     for source in (batches(), tuple(batches()), DataLoader(TensorDataset(x, y), batch_size=5)):
         for keep in (True, False):
             actual = kind(net, CE, source, keep_graph=keep) @ torch.ones_like(expected)
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
     with pytest.raises(UserError, match="read only once"):
         kind(net, CE, iter(batches()))
 
