@@ -71,9 +71,9 @@ def options(cls: type) -> dict[str, Any]:
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__qualname__)
 def test_wrong_values(cls: type) -> None:
     for name, hint in options(cls).items():
-        for wrong in POOL.keys() - right(hint):
+        for key in POOL.keys() - right(hint):
             with pytest.raises(UserError, match=rf"^[\w.: ]*{name} = .*: give ") as raised:
-                cls(**{name: POOL[wrong]})
+                cls(**{name: POOL[key]})
             assert len(str(raised.value).splitlines()) == 1
             assert len(str(raised.value)) < 250
 
@@ -83,7 +83,9 @@ def test_the_table_is_whole() -> None:
     named = [value for n in fl_lightning.__all__ if inspect.isclass(value := getattr(fl_lightning, n))]
     unchecked = {cls.__name__ for cls in named if not issubclass(cls, Checked)}
     assert unchecked == {"UserError"}
-    flat = [hint for cls in CLASSES for each in options(cls).values() for hint in (each, *get_args(each))]
+    flat = [
+        hint for cls in CLASSES for annotation in options(cls).values() for hint in (annotation, *get_args(annotation))
+    ]
     assert sum(get_origin(hint) is Literal for hint in flat) >= 34
     assert sum(len(POOL.keys() - right(hint)) for cls in CLASSES for hint in options(cls).values()) > 1000
 
@@ -202,6 +204,6 @@ def test_yaml_that_does_not() -> None:
     assert load_yaml(text.rpartition("\n?")[0]) == yaml.safe_load(expected)
     assert load_yaml("") is None
     numbers = ["1e-2", "1E5", "+1.5e3", ".5", "1_0.5", "-.inf", "09", "0x1F", "1e", "-", "2026-11-27", "v1.0"]
-    found = load_yaml(f"[{', '.join(numbers)}]")  # as to the command line
-    assert found == [0.01, 1e5, 1500.0, 0.5, 10.5, -math.inf, "09", 31, "1e", "-", "2026-11-27", "v1.0"]
-    assert [type(each) for each in found[:9]] == [type(get_loader("yaml")(each)) for each in numbers[:9]]
+    values = load_yaml(f"[{', '.join(numbers)}]")  # as to the command line
+    assert values == [0.01, 1e5, 1500.0, 0.5, 10.5, -math.inf, "09", 31, "1e", "-", "2026-11-27", "v1.0"]
+    assert [type(value) for value in values[:9]] == [type(get_loader("yaml")(value)) for value in numbers[:9]]

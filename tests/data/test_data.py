@@ -97,10 +97,10 @@ def test_augmentation_differs_per_sample():
 
 def test_augmentation_per_batch_is_one_draw():
     x = torch.arange(5 * 64, dtype=torch.float32).reshape(5, 1, 8, 8) + 1
-    same = augmented(Augment(crop=2, granularity="batch"), x, torch.Generator().manual_seed(3))
-    assert len({tuple((image == 0).flatten().tolist()) for image in same}) == 1
-    own = augmented(Augment(crop=2), x, torch.Generator().manual_seed(3))
-    assert len({tuple((image == 0).flatten().tolist()) for image in own}) > 1
+    per_batch = augmented(Augment(crop=2, granularity="batch"), x, torch.Generator().manual_seed(3))
+    assert len({tuple((image == 0).flatten().tolist()) for image in per_batch}) == 1
+    per_sample = augmented(Augment(crop=2), x, torch.Generator().manual_seed(3))
+    assert len({tuple((image == 0).flatten().tolist()) for image in per_sample}) > 1
 
 
 def test_padding_is_black_before_normalisation():
@@ -131,17 +131,17 @@ def test_epochs_are_shuffled_and_complete(augment):
     assert [len(y) for _, y in batches] == [4, 4, 4, 3] * 3
     again = list(data.client_batches(1, 3, None, rng(), torch.float64))
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(batches, again, strict=True))
-    other = list(data.client_batches(1, 3, None, rng(1), torch.float64))
-    assert not torch.equal(batches[0][0], other[0][0])
+    reseeded = list(data.client_batches(1, 3, None, rng(1), torch.float64))
+    assert not torch.equal(batches[0][0], reseeded[0][0])
 
 
 def test_each_epoch_has_every_sample_once_in_a_new_order():
     data = features(batch_size=4)
     batches = list(data.client_batches(2, 2, None, rng(), torch.float64))
     first, second = (torch.cat([x for x, _ in part]) for part in (batches[:4], batches[4:]))
-    own = torch.from_numpy(XF)[data.clients[2]]
+    samples = torch.from_numpy(XF)[data.clients[2]]
     for epoch in (first, second):
-        assert torch.equal(epoch.sort(0).values, own.sort(0).values)  # exactly: float64 is kept
+        assert torch.equal(epoch.sort(0).values, samples.sort(0).values)  # exactly: float64 is kept
     assert not torch.equal(first, second)
     for x, y in batches:
         rows = (torch.from_numpy(XF)[None] == x[:, None]).all(-1).nonzero()[:, 1]
@@ -170,14 +170,14 @@ def test_steps_go_on_through_epochs():
 
 def test_full_batch_is_stored_order():
     data = features(batch_size=None)
-    own = torch.from_numpy(XF)[data.clients[1]]
+    samples = torch.from_numpy(XF)[data.clients[1]]
     for count, batches in (
         (2, data.client_batches(1, 2, None, rng(), torch.float64)),
         (5, data.client_batches(1, 2, 5, rng(), torch.float64)),
     ):
         got = list(batches)
         assert len(got) == count
-        assert all(torch.equal(x, own) for x, _ in got)
+        assert all(torch.equal(x, samples) for x, _ in got)
     assert data.batches_per_client(1, 2, None) == 2
 
 
@@ -362,7 +362,7 @@ def test_numbers_of_something_else_are_no_classes():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         toy((XF, Y * 4, XF, Y), num_classes=9)
-    assert not any("occur;" in str(each.message) for each in seen)
+    assert not any("occur;" in str(warning.message) for warning in seen)
 
 
 class Known(Arrays):
@@ -400,8 +400,8 @@ def test_leaks_are_counted_and_warned_of(copied, warns, recwarn):
     y = np.arange(200) % 3
     data = toy((train, y, test, y))
     assert data.leaked == copied
-    said = [str(w.message) for w in recwarn if "x_test" in str(w.message)]
-    assert [s.startswith(f"x_test: {copied} of 200 samples occur in x_train as well") for s in said] == [True] * warns
+    messages = [str(w.message) for w in recwarn if "x_test" in str(w.message)]
+    assert [message.startswith(f"x_test: {copied} of 200 samples occur in x_train as well") for message in messages] == [True] * warns
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW", "NHW"])
@@ -417,16 +417,16 @@ def test_image_layouts(layout):
 
 
 def test_digits():
-    data, other = Digits(seed=0), Digits(seed=1, partition=Dirichlet(0.0))
+    data, skewed = Digits(seed=0), Digits(seed=1, partition=Dirichlet(0.0))
     data.setup()
-    other.setup()
+    skewed.setup()
     assert (data.num_classes, data.input_shape) == (10, (1, 8, 8))
     assert (len(data.y_train), len(data.y_test), len(data.clients), data.batch_size) == (1437, 360, 50, 16)
-    assert torch.equal(data.x_test, other.x_test)  # one test set whatever the seed
+    assert torch.equal(data.x_test, skewed.x_test)  # one test set whatever the seed
     assert torch.bincount(data.y_test).float().std() < 2
     x = torch.cat([x for x, _ in data.eval_batches("train")])
     assert (x.min(), x.max()) == (0, 1)
-    assert all(len(other.y_train[c].unique()) == 1 for c in other.clients)
+    assert all(len(skewed.y_train[c].unique()) == 1 for c in skewed.clients)
 
 
 def test_centralized_training_by_lightning():

@@ -305,7 +305,7 @@ def test_without_replacement_other_classes_come_last():
 
 
 @pytest.mark.parametrize(
-    ("classes", "each", "total", "held"),
+    ("classes", "per_class", "total", "held"),
     [
         (10, 5_000, 36_223, {362, 363}),
         (100, 500, 36_029, {360, 361}),
@@ -314,12 +314,12 @@ def test_without_replacement_other_classes_come_last():
     ],
     ids=["CIFAR-10", "CIFAR-100", "CINIC-10", "AG News"],
 )
-def test_fl_sam_totals(classes, each, total, held):
-    y = np.repeat(np.arange(classes), each)
+def test_fl_sam_totals(classes, per_class, total, held):
+    y = np.repeat(np.arange(classes), per_class)
     parts = FLSAMDirichlet(1.0)(y, 100, classes, 1)
     assert sum(map(len, parts)) == total
     assert {len(part) for part in parts} == held
-    assert np.bincount(y[np.concatenate(parts)])[[0, -1]].tolist() == [each, each // 2]
+    assert np.bincount(y[np.concatenate(parts)])[[0, -1]].tolist() == [per_class, per_class // 2]
 
 
 @pytest.mark.parametrize(("alpha", "classes", "share"), [(1, 8.6, 0.29), (0.1, 4.8, 0.59), (0.01, 2.6, 0.78)])
@@ -372,8 +372,8 @@ def test_fl_sam_draws_as_the_official_loop(classes, n, clients, alpha):
         lists += [np.concatenate(of_client) for of_client in zip(*parts, strict=True)]
         tried.append(tries)
     expected = np.array_split(np.concatenate(lists), clients)
-    for part, same in zip(partition(y, clients, classes, 3), expected, strict=True):
-        np.testing.assert_array_equal(part, same)
+    for part, want in zip(partition(y, clients, classes, 3), expected, strict=True):
+        np.testing.assert_array_equal(part, want)
     assert max(tried) > 1
 
 
@@ -419,9 +419,9 @@ vehicles_2: lawn_mower rocket streetcar tank tractor
 
 
 def test_coarse_labels_are_those_of_the_names():
-    of = {fine: line.split(":")[0] for line in SUPERCLASSES.split("\n") for fine in line.partition(":")[2].split()}
-    coarse = sorted(set(of.values()))
-    assert list(CIFAR100_COARSE) == [coarse.index(of[fine]) for fine in sorted(of)]
+    parents = {fine: line.split(":")[0] for line in SUPERCLASSES.split("\n") for fine in line.partition(":")[2].split()}
+    coarse = sorted(set(parents.values()))
+    assert list(CIFAR100_COARSE) == [coarse.index(parents[fine]) for fine in sorted(parents)]
 
 
 def test_pam_statistics():
@@ -732,13 +732,13 @@ def test_partitions_below_each_other_say_how_they_differ():
     first, bars, *_ = axes = [axes for axes in heat_maps(panels).axes if axes.get_label() != "<colorbar>"]
     assert first.get_title() == "even: 2 classes a client, class sizes deviate by 0"
     assert axes[2].get_title() == "tail: 1.5 classes a client, class sizes deviate by 5"
-    assert [[bar.get_width() for bar in of.patches] for of in (bars, axes[3])] == [[20, 20], [12, 2]]
+    assert [[bar.get_width() for bar in panel.patches] for panel in (bars, axes[3])] == [[20, 20], [12, 2]]
 
 
 def test_heat_map_of_very_many_clients():
     counts = numpy_generator(0, "test").integers(0, 3, (1262, 120))
-    found = Histogram("class", [*map(str, range(120))], counts)
-    assert heat_map(found).axes[0].images[0].get_array().shape == (120, 1262)
+    table = Histogram("class", [*map(str, range(120))], counts)
+    assert heat_map(table).axes[0].images[0].get_array().shape == (120, 1262)
 
 
 def test_own_partition_of_the_documentation(tmp_path, monkeypatch, capsys):
@@ -746,8 +746,8 @@ def test_own_partition_of_the_documentation(tmp_path, monkeypatch, capsys):
     [code] = re.findall(r"```python\n(# my_partitions.py\n.*?)```", page, re.DOTALL)
     (tmp_path / "my_partitions.py").write_text(code)
     y = labels_of([20] * 5)
-    own = runpy.run_path(str(tmp_path / "my_partitions.py"))["OneLess"]()
-    table = table_of(y, own(y, 7, 5, 0), 5)
+    partition = runpy.run_path(str(tmp_path / "my_partitions.py"))["OneLess"]()
+    table = table_of(y, partition(y, 7, 5, 0), 5)
     assert all(row[k % 5] == 0 for k, row in enumerate(table)) and table.sum() == 100
     monkeypatch.chdir(tmp_path)
     cli("data", "--data=Digits", "--data.num_clients=4", "--data.partition=my_partitions.OneLess")
@@ -788,11 +788,11 @@ def test_an_alpha_that_vanishes_is_refused():
     assert sorted(np.concatenate(Dirichlet(1e-320)(y, 10, 10, 0))) == list(range(200))
 
 
-@pytest.mark.parametrize("found", [None, {0: np.arange(3)}, [np.array([0.0, 1.0])], [[True, False]], [3]])
-def test_what_is_no_list_of_indices_is_refused(found: Any) -> None:
+@pytest.mark.parametrize("parts", [None, {0: np.arange(3)}, [np.array([0.0, 1.0])], [[True, False]], [3]])
+def test_what_is_no_list_of_indices_is_refused(parts: Any) -> None:
     class Mine(Partition):
         def split(self, labels: Any, num_clients: int, num_classes: int, seed: int) -> Any:
-            return found
+            return parts
 
     with pytest.raises(
         UserError, match=r"^Mine\.split: give a list of index arrays, whole numbers, one for each client$"
