@@ -149,12 +149,12 @@ def test_messages_hold_no_seed_of_the_noise(hole: bool, tmp_path: Path, monkeypa
     key, sent, integers = run.aggregation.noise_key, dict[int, torch.Tensor](), set[int]()
     assert key is not None
     for message, _ in nodes.log:
-        values = [value for of in message.values.values() for value in of.values()]
+        values = [value for fields in message.values.values() for value in fields.values()]
         integers |= {value for value in values if type(value) is int}
         assert not any(key.secret.hex()[:8] in str(value) for value in values)
-        for of in message.values.values():
-            if "t" in of:
-                sent[int(of["t"])] = message.tensors["down"]["w"]
+        for fields in message.values.values():
+            if "t" in fields:
+                sent[int(fields["t"])] = message.tensors["down"]["w"]
     released = (sent[1] - sent[0]) * 3
 
     def rest(noise: torch.Tensor) -> float:
@@ -300,10 +300,10 @@ def test_upload_of_another_form_counts_as_not_finite(
     assert expected.metrics["client/refused"] == 3
     capsys.readouterr()
     for name, (change, line) in OTHERS.items():
-        found, said = run(name, change), capsys.readouterr().out
-        assert_same(found.server, expected.server)
-        assert metrics(found.folder.path) == metrics(expected.folder.path)
-        assert re.findall(f"^client 1: .*{line}.*; refused", said, re.M) and said.count("client 1: ") == 1
+        actual, output = run(name, change), capsys.readouterr().out
+        assert_same(actual.server, expected.server)
+        assert metrics(actual.folder.path) == metrics(expected.folder.path)
+        assert re.findall(f"^client 1: .*{line}.*; refused", output, re.M) and output.count("client 1: ") == 1
     if model == "SCAFFOLD":
         assert_same(run("version", lambda w: w, "7" * 9).server, expected.server)
 
@@ -339,8 +339,8 @@ def test_clients_of_a_lost_node_are_dropped(model: str, tmp_path: Path, capsys: 
     assert [n for _, n in metrics(run.folder.path)["client/dropped"]] == [0, 3, 3, 0]
     for client, row in expected.clients.rows().items():
         assert_same(nodes.states(run)[client], row)
-    said = [line for line in capsys.readouterr().out.splitlines() if " node " in line]
-    assert said == [
+    lines = [line for line in capsys.readouterr().out.splitlines() if " node " in line]
+    assert lines == [
         "round 2: node 1: gone; until it replies again, its clients are dropped",
         "round 4: node 1: replies again",
     ]
@@ -391,9 +391,9 @@ def test_small_cohort_needs_all_of_its_clients(tmp_path: Path) -> None:
 def test_node_that_differs_is_refused(tmp_path: Path) -> None:
     """Another seed; other data; a number that another node has; another frozen layer below the same trained one."""
     nodes = Nodes(tmp_path, "--model=FedAvg")
-    for other, line in (("--trainer.seed=1", "makes another model"), ("--data.num_clients=5", "samples here")):
+    for argument, line in (("--trainer.seed=1", "makes another model"), ("--data.num_clients=5", "samples here")):
         with pytest.raises(UserError, match=line):
-            nodes.fit(None, other)
+            nodes.fit(None, argument)
     nodes.nodes.reverse()
     with pytest.raises(UserError, match="partition-id"):
         nodes.fit()
@@ -410,7 +410,7 @@ def test_node_that_differs_is_refused(tmp_path: Path) -> None:
 def test_runs_of_one_name_keep_their_states_apart(tmp_path: Path) -> None:
     """Two servers' runs have names of their own on a node; a run that continues has its own."""
     servers = [Nodes(tmp_path / root, "--model=SCAFFOLD", stored=True) for root in "ab"]
-    folders = [server.fit(*how).folder for server in servers for how in ((), ("last", "--trainer.max_rounds=3"))]
+    folders = [server.fit(*args).folder for server in servers for args in ((), ("last", "--trainer.max_rounds=3"))]
     assert {folder.label for folder in folders} == {"SCAFFOLD-Digits/version_0"}
     named = [{message.values["round"]["run"] for message, _ in server.log} for server in servers]
     assert [len(names) for names in named] == [1, 1] and named[0] != named[1]
@@ -419,9 +419,9 @@ def test_runs_of_one_name_keep_their_states_apart(tmp_path: Path) -> None:
 def test_kept_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     args = ["--model=FedAvg", "--trainer.clients_per_round=6"]
 
-    def nodes(name: str, *more: str) -> Nodes:
+    def nodes(name: str, *options: str) -> Nodes:
         optimizer = [f"--model.optimizer={name}", "--model.optimizer.state=keep"]
-        return Nodes(tmp_path, *args, *optimizer, *more, stored=True)
+        return Nodes(tmp_path, *args, *optimizer, *options, stored=True)
 
     nodes("AdamW").fit()
     with pytest.raises(UserError, match=r"its state \w{8} is that of another algorithm or optimizer"):
@@ -445,8 +445,8 @@ def test_trainer_takes_a_checkpoint_only_if_nothing_is_on_nodes(tmp_path: Path) 
     """That of a stateful algorithm can be evaluated, and continued on its nodes only."""
     run = Nodes(tmp_path / "smoo", "--model=FedSMOO").fit()
     path = str(run.folder.last)
-    made = build(tmp_path / "smoo", "--model=FedSMOO")
-    assert made.trainer.test(made.model, made.data, path) == {
+    objects = build(tmp_path / "smoo", "--model=FedSMOO")
+    assert objects.trainer.test(objects.model, objects.data, path) == {
         name: run.metrics[name] for name in ("server/test/acc", "server/test/loss")
     }
     with pytest.raises(UserError, match="its client state"):

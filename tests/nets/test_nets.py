@@ -182,14 +182,14 @@ SLOW = {"ResNet18GN"}  # ResNet8GN is of the same blocks
 def small(request: Any) -> tuple[Small, nn.Module, Tensor, Tensor]:
     """A net in float64, two clients' minibatches of two samples."""
     torch.manual_seed(0)
-    it = SMALL[request.param]
-    return it, it.make().double(), it.draw(2, 2), torch.randint(0, it.classes, (2, 2))
+    case = SMALL[request.param]
+    return case, case.make().double(), case.draw(2, 2), torch.randint(0, case.classes, (2, 2))
 
 
 @pytest.mark.sampled(quick=11, slow=5)
 def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
     """Of FlatNet, of vmap over clients at different weights, and of images in channels_last: all the same."""
-    it, net, x, y = small
+    case, net, x, y = small
     spec = FlatSpec(net)
     w0 = spec.vector(net)
     w = torch.stack([w0, w0 * 1.01])
@@ -204,9 +204,9 @@ def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
         plain = torch.autograd.grad(F.cross_entropy(net(x[k]), y[k]), list(net.parameters()))
         expected = torch.cat([g.reshape(-1) for g in plain])
         assert expected.norm() > 1e-6
-        seen = x[k].contiguous(memory_format=torch.channels_last) if it.channels else x[k]
-        own = flat.gradient(F.cross_entropy(net(seen), y[k]))
-        torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-11)
+        seen = x[k].contiguous(memory_format=torch.channels_last) if case.channels else x[k]
+        gradient = flat.gradient(F.cross_entropy(net(seen), y[k]))
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(batched[k], expected, rtol=1e-9, atol=1e-11)
 
 
@@ -285,16 +285,16 @@ def test_hessian_vector_products_under_vmap(make: Callable[[], nn.Module]) -> No
 def test_bisenet() -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
-        whole, plain = BiSeNetV2(), BiSeNetV2(auxiliary=False)
+        full, plain = BiSeNetV2(), BiSeNetV2(auxiliary=False)
         heads = [
             9 * channels * 128 + 2 * 128 + (128 + 1) * 19 * up**2
             for channels, up in ((16, 4), (32, 8), (64, 16), (128, 32))
         ]
-        own, without = (sum(p.numel() for p in net.parameters()) for net in (whole, plain))
-        assert own == without + sum(heads)
-        assert {tuple(y.shape) for y in whole(torch.zeros(2, 3, 64, 96))} == {(2, 19, 64, 96)}
-        assert len(whole(torch.zeros(2, 3, 32, 32))) == 5
-        assert whole.eval()(torch.zeros(2, 3, 64, 32)).shape == (2, 19, 64, 32)
+        total, without = (sum(p.numel() for p in net.parameters()) for net in (full, plain))
+        assert total == without + sum(heads)
+        assert {tuple(y.shape) for y in full(torch.zeros(2, 3, 64, 96))} == {(2, 19, 64, 96)}
+        assert len(full(torch.zeros(2, 3, 32, 32))) == 5
+        assert full.eval()(torch.zeros(2, 3, 64, 32)).shape == (2, 19, 64, 32)
     net = BiSeNetV2(num_classes=2)
     branches = net.segment[1][0], net.segment[1][1]
     x = torch.randn(2, 16, 8, 8)
@@ -333,17 +333,17 @@ def test_mobilenet_takes_weights_of_batchnorm(tmp_path: Any) -> None:
 
     source = mobilenet_v2(num_classes=5)
     torch.save(source.state_dict(), path := tmp_path / "mobilenet.pth")
-    other, same = (MobileNetV2GN(classes, pretrained=str(path)) for classes in (4, 5))
-    given = source.state_dict()
-    for name, value in other.net.state_dict().items():
-        assert torch.equal(value, given[name]) == (not name.startswith("classifier.")), name
-    assert torch.equal(same.net.classifier[1].weight, source.classifier[1].weight)
+    new_head, same_head = (MobileNetV2GN(classes, pretrained=str(path)) for classes in (4, 5))
+    weights = source.state_dict()
+    for name, value in new_head.net.state_dict().items():
+        assert torch.equal(value, weights[name]) == (not name.startswith("classifier.")), name
+    assert torch.equal(same_head.net.classifier[1].weight, source.classifier[1].weight)
     for name, change in (
         ("features.0.0.weight", lambda state, name: state.pop(name)),
         ("features.3.new", lambda state, name: state.update({name: torch.zeros(1)})),
         ("features.0.1.bias", lambda state, name: state.update({name: torch.zeros(3)})),
     ):
-        state = dict(given)
+        state = dict(weights)
         change(state, name)
         torch.save(state, path)
         with pytest.raises(UserError, match=f"pretrained does not fit MobileNetV2: '{name}' is missing, unknown"):
@@ -362,10 +362,10 @@ def test_weights_that_cannot_be_downloaded_are_one_line(tmp_path: Any, monkeypat
         raise URLError("no network")
 
     monkeypatch.setattr("torch.hub.urlopen", offline)
-    said = (
+    message = (
         r"pretrained = torchvision: https://.*mobilenet_v2.*\.pth cannot be downloaded \(.*no network.*\); put the file"
     )
-    with pytest.raises(UserError, match=rf"{said} into {tmp_path}/hub/checkpoints, or give its path$"):
+    with pytest.raises(UserError, match=rf"{message} into {tmp_path}/hub/checkpoints, or give its path$"):
         MobileNetV2GN(pretrained="torchvision")
 
 
