@@ -111,8 +111,8 @@ def adapters(settings: Settings, turns: Turns) -> Row:
     turns.ready()
     net = TRAINED[settings["trained"]](fl.TextTransformer(words, length, dim=dim, blocks=blocks, heads=heads))
     with tempfile.TemporaryDirectory() as root:
-        made = trainer(root, 2, Rounds(turns), fl.Checkpoints(), clients_per_round=4)
-        run = made.fit(fl.FedDyn(net=net, optimizer=fl.SGD(0.01)), data)
+        federation = trainer(root, 2, Rounds(turns), fl.Checkpoints(), clients_per_round=4)
+        run = federation.fit(fl.FedDyn(net=net, optimizer=fl.SGD(0.01)), data)
         files = {path.stem: path.stat().st_size / 1e6 for path in run.folder.checkpoints.iterdir()}
         rows = sum(v.nbytes for row in run.clients.rows().values() for v in row.values())
         return {
@@ -136,10 +136,10 @@ def scaffold(settings: Settings, turns: Turns) -> Row:
     turns.ready()
     with tempfile.TemporaryDirectory() as root:
         data, began = arrays(root, clients, 1), time.perf_counter()
-        made = trainer(root, rounds, watch, fl.Checkpoints(every_n_rounds=50), **options)
-        run = made.fit(fl.SCAFFOLD(net=NETS[settings["net"]](), optimizer=fl.SGD(lr=0.01)), data)
+        federation = trainer(root, rounds, watch, fl.Checkpoints(every_n_rounds=50), **options)
+        run = federation.fit(fl.SCAFFOLD(net=NETS[settings["net"]](), optimizer=fl.SGD(lr=0.01)), data)
         half = len(watch.seconds) // 2
-        first, later = (statistics.median(some) for some in (watch.seconds[:half], watch.seconds[half:]))
+        first, later = (statistics.median(part) for part in (watch.seconds[:half], watch.seconds[half:]))
         rest = time.perf_counter() - began - sum(watch.seconds)
         return {"rest_s": rest, "first_s": first, "later_s": later, "rows_gb": size(run.folder.clients) / 1e9}
 
@@ -154,8 +154,8 @@ class Seen(Callback):
         self.opened = time.process_time()
         clients, names, d = run.data.num_clients, run.clients.inits, run.objective.flat.d
         for first in range(0, 0 if run.rounds_done else clients, 1000):
-            some = range(first, min(clients, first + 1000))
-            run.clients.stage({k: State({name: torch.full((d,), float(k)) for name in names}) for k in some})
+            block = range(first, min(clients, first + 1000))
+            run.clients.stage({k: State({name: torch.full((d,), float(k)) for name in names}) for k in block})
             run.clients.commit()
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
@@ -172,9 +172,9 @@ def seen(settings: Settings, turns: Turns) -> Row:
         turns.ready()
         for rounds, checkpoint in ((10, None), (20, "last")):
             watch, started = Seen(), time.process_time()
-            made = trainer(root, rounds, watch, Rounds(turns), fl.Checkpoints(every_n_rounds=rounds),
+            federation = trainer(root, rounds, watch, Rounds(turns), fl.Checkpoints(every_n_rounds=rounds),
                            client_memory=settings["memory"])  # fmt: skip
-            run = made.fit(fl.SCAFFOLD(net=NETS["linear"](), optimizer=fl.SGD(lr=0.01)), data, checkpoint)
+            run = federation.fit(fl.SCAFFOLD(net=NETS["linear"](), optimizer=fl.SGD(lr=0.01)), data, checkpoint)
         return {
             "restart_s": watch.opened - started, "save_s": statistics.median(watch.saves),
             "save_mb": run.folder.last.stat().st_size / 1e6, "rows_gb": size(run.folder.clients) / 1e9,
@@ -190,9 +190,9 @@ def cohorts(settings: Settings, turns: Turns) -> None:
     with tempfile.TemporaryDirectory() as root:
         data = arrays(root, clients, 10, 1, 8, 8)
         data.setup("fit")
-        made = trainer(root, 8, Rounds(turns), clients_per_round=clients, **settings["trainer"])
+        federation = trainer(root, 8, Rounds(turns), clients_per_round=clients, **settings["trainer"])
         turns.ready()
-        made.fit(fl.FedAvg(net=NETS["cnn"](), optimizer=fl.SGD(lr=0.1)), data)
+        federation.fit(fl.FedAvg(net=NETS["cnn"](), optimizer=fl.SGD(lr=0.1)), data)
 
 
 # docs/planning.md: what processes send each other
@@ -221,8 +221,8 @@ def processes(settings: Settings, turns: Turns) -> Row:
             child.start()
         for child in children:
             child.join()
-        found = json.loads(Path(root, "0.json").read_text())
-    return {"first_mb": (found["sent"] + found["received"]) / 1e6 / settings["rounds"]}
+        counts = json.loads(Path(root, "0.json").read_text())
+    return {"first_mb": (counts["sent"] + counts["received"]) / 1e6 / settings["rounds"]}
 
 
 def member(rank: int, port: int, settings: Settings, root: str) -> None:
@@ -244,9 +244,9 @@ def member(rank: int, port: int, settings: Settings, root: str) -> None:
         if name in ("isend", "irecv"):  # P2POp compares with these
             setattr(distributed_c10d, name, wrapped)
     data = fl.Digits(num_clients=100, partition=fl.Dirichlet(alpha=1.0), batch_size=8)
-    made = trainer(root, rounds, fl.Checkpoints(), clients_per_round=20, local_steps=2, devices=size, strategy="ddp",
+    federation = trainer(root, rounds, fl.Checkpoints(), clients_per_round=20, local_steps=2, devices=size, strategy="ddp",
                    loggers=[], deterministic=settings["deterministic"])  # fmt: skip
-    made.fit(getattr(fl, settings["method"])(fl.DigitsMLP(hidden=448)), data)
+    federation.fit(getattr(fl, settings["method"])(fl.DigitsMLP(hidden=448)), data)
     Path(root, f"{rank}.json").write_text(json.dumps(counts))
 
 
@@ -297,8 +297,8 @@ def curvlinops(net: nn.Module, batches: list[Any], named: dict[str, Any]) -> flo
     from scipy.sparse.linalg import LinearOperator, eigsh
 
     matrix = HessianLinearOperator(net, nn.CrossEntropyLoss(), [*named.values()], batches, check_deterministic=False)
-    by, products = matrix.to_scipy(), list[int]()
-    counted = LinearOperator(by.shape, lambda v: products.append(1) or by @ v, dtype="float32")
+    operator, products = matrix.to_scipy(), list[int]()
+    counted = LinearOperator(operator.shape, lambda v: products.append(1) or operator @ v, dtype="float32")
     eigsh(counted, k=1, which="LA", tol=1e-3, return_eigenvectors=False)
     return len(products)
 
@@ -349,8 +349,8 @@ def monitor(settings: Settings, turns: Turns) -> None:
     turns.ready()
     with tempfile.TemporaryDirectory() as root:
         watch = fl.FlatnessMonitor(every_n_rounds=10)
-        made = trainer(root, settings["rounds"], watch, Rounds(turns), clients_per_round=5, local_steps=8)
-        made.fit(fl.FedAvg(net=fl.HsuCNN(), optimizer=fl.SGD(lr=0.05)), data)
+        federation = trainer(root, settings["rounds"], watch, Rounds(turns), clients_per_round=5, local_steps=8)
+        federation.fit(fl.FedAvg(net=fl.HsuCNN(), optimizer=fl.SGD(lr=0.05)), data)
 
 
 def here(name: str, function: Callable[..., Any], warm: int = 1, whole: bool = True, **settings: Any) -> Case:

@@ -182,30 +182,30 @@ class Watch:
 
     def stop(self) -> tuple[float, float]:
         wall = time.perf_counter() - self.started
-        own, busy = (after - before for after, before in zip(self._read(), self.before, strict=True))
-        return own, max(0.0, busy - own) / (wall * (os.cpu_count() or 1))
+        cpu, busy = (after - before for after, before in zip(self._read(), self.before, strict=True))
+        return cpu, max(0.0, busy - cpu) / (wall * (os.cpu_count() or 1))
 
     def _read(self) -> tuple[float, float]:
         try:
             busy = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
         except OSError:  # no Linux
             return math.nan, math.nan
-        own = 0
+        ticks = 0
         for pid in _tree(self.pid):
             with suppress(OSError):  # it has just ended
-                own += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+                ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
         user, nice, system, _, _, irq, softirq, steal = map(int, busy[:8])
-        return own / TICK, (user + nice + system + irq + softirq + steal) / TICK
+        return ticks / TICK, (user + nice + system + irq + softirq + steal) / TICK
 
 
 def _tree(pid: int) -> list[int]:
     """A process and all its descendants."""
-    found = [pid]
-    for parent in found:
+    pids = [pid]
+    for parent in pids:
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             with suppress(OSError):
-                found += map(int, children.read_text().split())
-    return found
+                pids += map(int, children.read_text().split())
+    return pids
 
 
 def _status(pid: int, key: str) -> float:
@@ -255,22 +255,22 @@ def row(player: Player, players: Sequence[Player], against: Iterable[str] = ()) 
     turns = [player.turns[i] for i in kept]
     units = [unit for turn in turns for unit in turn.units]
     numbers = {key: median(of(units, key)) for unit in units for key in unit if unit[key] is not None}
-    every = of(units, "seconds")
-    found: Row = {
-        "case": player.case.name, **player.about, **({"low": min(every), "high": max(every)} if every else {}),
+    seconds = of(units, "seconds")
+    cells: Row = {
+        "case": player.case.name, **player.about, **({"low": min(seconds), "high": max(seconds)} if seconds else {}),
         "cpu_s": median(turn.cpu for turn in turns), **numbers, "peak_gb": player.peak,
-        "more_gb": player.peak - player.before, "units": len(every), "turns": len(turns),
+        "more_gb": player.peak - player.before, "units": len(seconds), "turns": len(turns),
         "dropped": len(player.turns) - len(turns), "foreign": max(turn.foreign for turn in turns),
     }  # fmt: skip
-    for other in players:
-        if other.case.name in against and other is not player:
-            theirs = other.kept()
-            both = sorted({*kept} & {*theirs})
-            pairs = zip(both, both, strict=True) if both else zip(theirs, kept, strict=False)
-            ratios = [other.turns[i].seconds / player.turns[j].seconds for i, j in pairs]
-            name = f"vs {other.case.name}"
-            found |= {name: median(ratios), f"{name}, low": min(ratios), f"{name}, high": max(ratios)}
-    return found
+    for rival in players:
+        if rival.case.name in against and rival is not player:
+            theirs = rival.kept()
+            common = sorted({*kept} & {*theirs})
+            pairs = zip(common, common, strict=True) if common else zip(theirs, kept, strict=False)
+            ratios = [rival.turns[i].seconds / player.turns[j].seconds for i, j in pairs]
+            name = f"vs {rival.case.name}"
+            cells |= {name: median(ratios), f"{name}, low": min(ratios), f"{name}, high": max(ratios)}
+    return cells
 
 
 def machine() -> str:

@@ -46,11 +46,11 @@ def stored(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def trained(name: str, args: str, *more: str) -> Path:
+def trained(name: str, args: str, *options: str) -> Path:
     """The folder of a run with these arguments of ``fit``, which is trained if it is not there."""
     name = re.sub(r"[^\w.-]+", "_", name)
     if not (RUNS / name).exists():
-        fl_lightning(["fit", *args.split(), *more, f"--trainer.default_root_dir={RUNS}", f"--trainer.name={name}"])
+        fl_lightning(["fit", *args.split(), *options, f"--trainer.default_root_dir={RUNS}", f"--trainer.name={name}"])
     return RUNS / name / "version_0"
 
 
@@ -70,13 +70,13 @@ def small(png: bytes | Path, scale: float = 1.0, colours: int = 64) -> Any:
     return image.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
 
 
-def runs(rows: Sequence[Row], *of: str) -> list[list[Row]]:
+def runs(rows: Sequence[Row], *values: str) -> list[list[Row]]:
     """The rows that have all these values in their columns, by seed."""
-    found: dict[str, list[Row]] = {}
+    by_seed: dict[str, list[Row]] = {}
     for row in rows:
-        if {*of} <= {*row.values()}:
-            found.setdefault(row["seed"], []).append(row)
-    return [*found.values()]
+        if {*values} <= {*row.values()}:
+            by_seed.setdefault(row["seed"], []).append(row)
+    return [*by_seed.values()]
 
 
 def spread(values: Sequence[float], digits: int, range_: bool = False) -> str:
@@ -85,8 +85,8 @@ def spread(values: Sequence[float], digits: int, range_: bool = False) -> str:
         return "-"
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
-    about = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if range_ else f" ± {stdev(values):.{digits}f}"
-    return f"{mean(values):.{digits}f}{about}"
+    suffix = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if range_ else f" ± {stdev(values):.{digits}f}"
+    return f"{mean(values):.{digits}f}{suffix}"
 
 
 # docs/algorithms: accuracy by round, and the loss around the final models
@@ -127,8 +127,8 @@ OWN = ("FedAdamW", "FedMuon", "LocalMuon")
 
 def default_run(label: str) -> tuple[list[tuple[int, float]], torch.Tensor]:
     """Accuracy by round, and the final weights, of a run with the class's defaults, such as ``FedDyn + SAM``."""
-    name, *more = re.split(r" \+ | \(|\)$", label)
-    settings = [WITH.get(part, "") for part in more] + ["--model.optimizer null"] * (name in OWN)
+    name, *parts = re.split(r" \+ | \(|\)$", label)
+    settings = [WITH.get(part, "") for part in parts] + ["--model.optimizer null"] * (name in OWN)
     folder = trained(label, " ".join([DEFAULTS, name, *settings, PLAIN]))
     model = getattr(fl, name).load_from_checkpoint(folder / "checkpoints/last.ckpt", net=fl.DigitsMLP())
     w = torch.cat([p.detach().reshape(-1) for p in model.net.parameters()])
@@ -137,11 +137,11 @@ def default_run(label: str) -> tuple[list[tuple[int, float]], torch.Tensor]:
 
 def algorithms(*pages: str) -> None:
     """The figures of the pages of these names, or of all."""
-    own: dict[str, list[str]] = {}
+    by_page: dict[str, list[str]] = {}
     for entry in entries():
-        own.setdefault(entry.page.removesuffix(".md"), []).append(entry.name)
-    for page in pages or own | SHOWN:
-        labels = ["FedAvg", *(own | SHOWN)[page]]
+        by_page.setdefault(entry.page.removesuffix(".md"), []).append(entry.name)
+    for page in pages or by_page | SHOWN:
+        labels = ["FedAvg", *(by_page | SHOWN)[page]]
         draw_algorithms(labels, {label: default_run(label) for label in labels}, DOCS / f"algorithms/{page}-figure.png")
 
 
@@ -150,22 +150,22 @@ def draw_algorithms(labels: list[str], runs: dict[str, Any], path: Path) -> None
     data, net = fl.Digits(num_clients=50, batch_size=16, partition=fl.Dirichlet(0.05)), fl.DigitsMLP()
     data.setup("fit")
     loss, steps = torch.nn.CrossEntropyLoss(reduction="none"), torch.linspace(-1, 1, 25)
-    drawn = {
+    landscapes = {
         label: surface(
             net, loss, {"train": lambda: data.eval_batches("train")}, w, random_plane(FlatSpec(net), w, 0), steps
         )
         for label, (_, w) in list(runs.items())[:4]
     }
     with new_figure(PAGE, 1.9) as figure:
-        panels = figure.subplots(1, 1 + len(drawn), width_ratios=[1.6] + [1] * len(drawn))
+        panels = figure.subplots(1, 1 + len(landscapes), width_ratios=[1.6] + [1] * len(landscapes))
         for label, color, dash in zip(labels, ("0.5", *COLORS), (DASHES[1], DASHES[0], *DASHES[2:]), strict=False):
             panels[0].plot(*zip(*runs[label][0], strict=True), color=color, linestyle=dash, label=label)
         panels[0].set(xlabel="round", ylabel="test accuracy", ylim=(0, 1))
         panels[0].grid(alpha=0.3)
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-        scale = Scale.of([found.loss["train"] for found in drawn.values()])
-        for (label, found), panel in zip(drawn.items(), panels[1:], strict=True):
-            filled = draw_contour(panel, found, scale.clip(found.loss["train"]), scale)
+        scale = Scale.of([landscape.loss["train"] for landscape in landscapes.values()])
+        for (label, landscape), panel in zip(landscapes.items(), panels[1:], strict=True):
+            filled = draw_contour(panel, landscape, scale.clip(landscape.loss["train"]), scale)
             panel.set_title(label)
             panel.set(xticks=[-1, 0, 1], yticks=[-1, 0, 1] if panel is panels[1] else [], box_aspect=1)
         scale.bar(figure, filled, list(panels[1:]), "training loss")
@@ -199,9 +199,9 @@ def clock() -> None:
     rows: list[Row] = []
     for (devices, (seeds, settings)), (method, args) in [(d, m) for d in DEVICES.items() for m in CLOCK.items()]:
         for seed in seeds:
-            of = f"{args} {settings} --trainer.seed {seed} --trainer.engine graphed"
-            found = read_metrics(trained(f"{devices}, {method}, {seed}", of) / "metrics.csv")
-            columns = {head: dict(found.get(name, [])) for head, name in (HOURS | LATENESS).items()}
+            arguments = f"{args} {settings} --trainer.seed {seed} --trainer.engine graphed"
+            metrics = read_metrics(trained(f"{devices}, {method}, {seed}", arguments) / "metrics.csv")
+            columns = {head: dict(metrics.get(name, [])) for head, name in (HOURS | LATENESS).items()}
             for step in columns["accuracy"]:
                 row = {head: values.get(step, "") for head, values in columns.items()}
                 row["hours"] = f"{row['hours'] / 3600:.5f}"
@@ -349,15 +349,17 @@ CLASS, SHARE, KIND = (
 
 def robustness() -> None:
     """docs/robustness.csv, a row a setting of sweeps/digits_robustness, and docs/robustness.png."""
-    found: dict[tuple[str, ...], list[float]] = {}
+    accuracies: dict[tuple[str, ...], list[float]] = {}
     for trial in swept("digits_robustness", "0,1,2"):
         rule = CLASS.search(trial["trainer.aggregation"] or "mean")[1] + " 0.4" * (
             "'share'" in trial["trainer.aggregation"]
         )
-        kind, share = (of.search(trial["trainer.faults"]) for of in (KIND, SHARE))
+        kind, share = (pattern.search(trial["trainer.faults"]) for pattern in (KIND, SHARE))
         key = (CLASS.search(trial["model"])[1], rule, kind[1] if kind else "none", share[1] if share else "0.0")
-        found.setdefault(key, []).append(float(trial["server/test/acc_headline"] or 0.1))  # one that diverged guesses
-    write_table(DOCS / "robustness.csv", ROBUST, ([*key, round(mean(values), 4)] for key, values in found.items()))
+        accuracies.setdefault(key, []).append(
+            float(trial["server/test/acc_headline"] or 0.1)
+        )  # one that diverged guesses
+    write_table(DOCS / "robustness.csv", ROBUST, ([*key, round(mean(values), 4)] for key, values in accuracies.items()))
     draw_robustness()
 
 
@@ -370,10 +372,10 @@ def draw_robustness() -> None:
         panels = figure.subplots(len(methods), len(kinds), sharex=True, sharey=True, squeeze=False)
         cells = zip(panels.flat, product(methods, kinds), strict=True)
         for (axis, (method, kind)), (i, rule) in product(cells, enumerate(rules)):
-            of = [
+            matches = [
                 row for row in rows if (row["method"], row["rule"]) == (method, rule) and row["kind"] in ("none", kind)
             ]
-            points = sorted((100 * float(row["share"]), 100 * float(row["accuracy"])) for row in of)
+            points = sorted((100 * float(row["share"]), 100 * float(row["accuracy"])) for row in matches)
             axis.plot(*zip(*points, strict=True), label=rule, color=COLORS[i], ls=DASHES[i], marker=MARKERS[i])
             axis.set(title=f"{method}, {kind}", ylim=(0, 100))
             axis.grid(alpha=0.4)
@@ -393,7 +395,7 @@ def theory_table() -> str:
     worst = dict[tuple[str, str, str], Row]()
     for row in rows:
         quantity = row["theorem"], row["clients"], re.sub(r", [Kηρ] = .*", "", row["quantity"])
-        worst[quantity] = max(row, worst.get(quantity, row), key=lambda each: float(each["error"]))
+        worst[quantity] = max(row, worst.get(quantity, row), key=lambda candidate: float(candidate["error"]))
     return markdown([[*rows[0]], *(row.values() for row in worst.values())])
 
 

@@ -100,26 +100,28 @@ def tables(rows: list[Row]) -> str:
     pieces = []
     for name, group in groupby(rows, lambda row: row["machine"]):
         pieces.append(f"**{name}**\n")
-        for work, of in groupby(group, lambda row: row["work"]):
+        for work, work_rows in groupby(group, lambda row: row["work"]):
             unit, scale = ("ms", 1e3) if work.startswith("W3") else ("s", 1.0)
-            found: dict[str, dict[str, Row]] = {}
-            for line in of:
+            contestants: dict[str, dict[str, Row]] = {}
+            for line in work_rows:
                 who = line["contestant"].replace("auto", f"auto ({line.get('engine')})")
-                found.setdefault(who, {})[line["method"]] = line
+                contestants.setdefault(who, {})[line["method"]] = line
             lines = [[f"{work}: {WORKS[work].ours}, {unit} a round", *METHODS, "GB at the peak"]]
-            for who, by in found.items():
-                rounds = [f"{by[method]['round_s'] * scale:.3g}" if method in by else "" for method in METHODS]
-                lines.append([who, *rounds, f"{max(line['peak_gb'] for line in by.values()):.2f}"])
+            for who, by_method in contestants.items():
+                rounds = [
+                    f"{by_method[method]['round_s'] * scale:.3g}" if method in by_method else "" for method in METHODS
+                ]
+                lines.append([who, *rounds, f"{max(line['peak_gb'] for line in by_method.values()):.2f}"])
             pieces.append(markdown(lines))
     return "\n".join(pieces)
 
 
-def named(found: Row) -> Row:
+def named(cells: Row) -> Row:
     """A row of the harness by the names of the file."""
     names = {"case": "contestant", "seconds": "round_s", "low": "round_min", "high": "round_max", "units": "rounds"}
     ratio = re.compile(r"vs (\w+)[^,]*(?:, (\w+))?")
-    found = {names.get(key, key): value for key, value in found.items()}
-    return {ratio.sub(lambda m: "_".join(filter(None, ("vs", m[1].lower(), m[2]))), k): v for k, v in found.items()}
+    cells = {names.get(key, key): value for key, value in cells.items()}
+    return {ratio.sub(lambda m: "_".join(filter(None, ("vs", m[1].lower(), m[2]))), k): v for k, v in cells.items()}
 
 
 def main() -> None:

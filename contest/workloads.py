@@ -95,8 +95,8 @@ class Work:
         for step in range(self.steps):
             if step % per_epoch == 0:
                 order = torch.randperm(len(y), device=y.device)
-            at = order[step % per_epoch * self.batch :][: self.batch]
-            yield self._augmented(x[at]) if self.augment else x[at], y[at]
+            indices = order[step % per_epoch * self.batch :][: self.batch]
+            yield self._augmented(x[indices]) if self.augment else x[indices], y[indices]
 
     @staticmethod
     def _augmented(x: Tensor) -> Tensor:

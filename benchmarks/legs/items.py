@@ -252,9 +252,9 @@ class Worker:
     def _reason(self) -> str:
         self.process.join(10)
         code = self.process.exitcode
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        ending = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         lines = [line.strip() for line in self.output().splitlines() if "error" in line.lower()]
-        return ": ".join([f"its process ended, {how}", *(line[:300] for line in lines[-1:])])
+        return ": ".join([f"its process ended, {ending}", *(line[:300] for line in lines[-1:])])
 
 
 def serve(connection: Connection, log: str, task: Task, threads: int) -> None:

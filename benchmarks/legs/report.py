@@ -43,32 +43,32 @@ def renew(page: Path, content: Found) -> None:
         raise ValueError("there is nothing to report: run a leg first, or name its file with --out")
     if not BLOCK.search(text):
         raise ValueError(f"{page} has no comments <!-- gpu --> and <!-- /gpu --> to put the tables between")
-    sections = "\n".join(section(found) for found in content.values())
+    sections = "\n".join(section(results) for results in content.values())
     page.write_text(BLOCK.sub(lambda match: f"{match[1]}\n{sections}\n{match[2]}", text))
 
 
-def section(found: dict[str, Any]) -> str:
+def section(results: dict[str, Any]) -> str:
     """The results of one machine."""
-    machine = found["machine"]
-    about = ", ".join(
+    machine = results["machine"]
+    versions = ", ".join(
         f"{name} {machine[key]}" for name, key in (("torch", "torch"), ("CUDA", "cuda"), ("Python", "python"))
     )
     head = "Measured" if machine["kind"] == "cuda" else "In small, to try the program"
-    parts = [f"## {head}: {machine['device']}\n\n{about}.\n"]
+    parts = [f"## {head}: {machine['device']}\n\n{versions}.\n"]
     for leg, tables in (("correctness", correctness), ("speed", speed), ("science", science)):
-        if items := found.get(leg):
+        if items := results.get(leg):
             parts += [f"### {leg.capitalize()}\n", *tables(items)]
             errors = [f"{name}: `{value['error']}`" for name, value in items.items() if "error" in value]
-            missing = found[f"{leg}: not reached"]
+            missing = results[f"{leg}: not reached"]
             missing = [f"{len(missing)} items, which `gpu.json` names"] if len(missing) > 9 else missing
             parts += named("Errors", errors, "\n- ") + named("Not reached", missing, ", ")
     return "\n".join(parts)
 
 
-def named(head: str, things: Iterable[str], between: str) -> list[str]:
-    things = list(things)
-    first = "\n- " if between.startswith("\n") else " "
-    return [f"{head}:{first}{between.join(things)}\n"] if things else []
+def named(head: str, entries: Iterable[str], separator: str) -> list[str]:
+    entries = list(entries)
+    first = "\n- " if separator.startswith("\n") else " "
+    return [f"{head}:{first}{separator.join(entries)}\n"] if entries else []
 
 
 def correctness(items: Found) -> list[str]:
@@ -80,13 +80,13 @@ def correctness(items: Found) -> list[str]:
             groups.setdefault(last if last in ENGINES else "other checks", {})[name] = value
     lines: Lines = [["engine", "checks", "hold", "largest difference", "not held"]]
     for engine in (*ENGINES, "other checks"):
-        found = groups.get(engine, {})
-        held = [value for value in found.values() if not is_failure(value)]
+        checks = groups.get(engine, {})
+        held = [value for value in checks.values() if not is_failure(value)]
         most = max((value["difference"] for value in held if "difference" in value), default=None)
-        wrong = [f"**{name.removesuffix(f', {engine}')}**{reason(v)}" for name, v in found.items() if is_failure(v)]
-        if found:
+        wrong = [f"**{name.removesuffix(f', {engine}')}**{reason(v)}" for name, v in checks.items() if is_failure(v)]
+        if checks:
             lines.append([
-                engine, str(len(found)), str(len(held)), "" if most is None else f"{most:.1e}", ", ".join(wrong)
+                engine, str(len(checks)), str(len(held)), "" if most is None else f"{most:.1e}", ", ".join(wrong)
             ])  # fmt: skip
     explained = (
         "Runs and measures in float64 against the CPU. A difference is relative to the largest entry of the server's"
@@ -97,15 +97,15 @@ def correctness(items: Found) -> list[str]:
         for name, value in items.items()
         if re.fullmatch("precision, [^,]*", name) and "difference" in value
     )
-    said = [f"Updates in another precision differ, relative to their length: {precisions}.\n"] if precisions else []
-    return [explained, markdown(lines), *said]
+    notes = [f"Updates in another precision differ, relative to their length: {precisions}.\n"] if precisions else []
+    return [explained, markdown(lines), *notes]
 
 
 def reason(value: dict[str, Any]) -> str:
     """What a failed check found, in brackets; nothing for an error, which is listed."""
     parts = [key for key, right in value.items() if right is False and key != "ok"]
-    said = ", ".join(parts) or (f"{value['difference']:.1e}" if "difference" in value else "")
-    return f" ({said})" if said and "error" not in value else ""
+    text = ", ".join(parts) or (f"{value['difference']:.1e}" if "difference" in value else "")
+    return f" ({text})" if text and "error" not in value else ""
 
 
 def speed(items: Found) -> list[str]:

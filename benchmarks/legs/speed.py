@@ -250,13 +250,13 @@ def loop(work: Work, device: str, method: str, form: str) -> dict[str, Any]:
     if form == "bf16":
         net = Mixed(net, device)
 
-    def one(trainer: plain.FedAvg) -> None:
+    def one_round(trainer: plain.FedAvg) -> None:
         trainer.round(torch.randperm(work.clients)[: work.cohort].tolist(), data)
 
     with float32_products(form == "tf32"):
-        one(plain.METHODS[method](net, replace(work, steps=BRIEF)))
+        one_round(plain.METHODS[method](net, replace(work, steps=BRIEF)))
         trainer = plain.METHODS[method](net, work)
-        seconds = median(timed(partial(one, trainer), device) for _ in range(ROUNDS.get(work.name, 1)))
+        seconds = median(timed(partial(one_round, trainer), device) for _ in range(ROUNDS.get(work.name, 1)))
     about = {"work": work.name, "method": method, "who": PLAIN, "form": form, "seeds": 1}
     return {**about, **rates(work, seconds), **memory(device), **cost(trainer, work, data[0])}
 
@@ -287,14 +287,14 @@ def cost(trainer: plain.FedAvg, work: Work, client: tuple[torch.Tensor, torch.Te
 def jax_rounds(work: Work, device: str, who: str, form: str) -> dict[str, Any]:
     """JAX on the same device."""
     spec = {name: getattr(work, name) for name in ("clients", "cohort", "samples", "batch", "steps")}
-    found = peer(work, "JAX", JAX_SECONDS, **spec, device=device, form=form, vmap=who == JAX)
-    peak = {"peak_gb": found["device_gb"]} if "device_gb" in found else {}
+    cells = peer(work, "JAX", JAX_SECONDS, **spec, device=device, form=form, vmap=who == JAX)
+    peak = {"peak_gb": cells["device_gb"]} if "device_gb" in cells else {}
     return {
-        **found["about"],
+        **cells["about"],
         "who": who,
-        "rounds": found["units"],
-        "first_s": found["first_s"],
-        "jax": found["jax"],
+        "rounds": cells["units"],
+        "first_s": cells["first_s"],
+        "jax": cells["jax"],
         **peak,
     }
 
@@ -315,9 +315,9 @@ def peer(work: Work, who: str, seconds: float, form: str = "float32", **settings
     players = compete([Case(who, f"contest.{who.lower()}.run", spec, warm=3)], 1, seconds=seconds)
     if not players:
         raise RuntimeError(f"{who} fails; the log has its error")
-    found = row(players[0], players)
+    cells = row(players[0], players)
     about = {"work": work.name, "method": "FedAvg", "who": who, "form": form, "seeds": 1}
-    return {**found, "about": {**about, **rates(work, found["seconds"])}}
+    return {**cells, "about": {**about, **rates(work, cells["seconds"])}}
 
 
 def rates(work: Work, seconds: float, seeds: int = 1) -> dict[str, float]:
@@ -350,17 +350,17 @@ def floors(device: str) -> dict[str, Any]:
             x.add_(y)
 
     timed(small, device)
-    found = {"launches_per_s": count / min(timed(small, device) for _ in range(5))}
+    rates = {"launches_per_s": count / min(timed(small, device) for _ in range(5))}
     if device == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             small()
         timed(graph.replay, device)
-        found["graphed_launches_per_s"] = count / min(timed(graph.replay, device) for _ in range(5))
+        rates["graphed_launches_per_s"] = count / min(timed(graph.replay, device) for _ in range(5))
     for label in FORMATS:
         a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if label == "bf16" else torch.float32)
         with float32_products(label == "tf32"):
             multiply = partial(torch.matmul, a, b)
             timed(multiply, device)
-            found[f"{label}_flops"] = 2 * size**3 / min(timed(multiply, device) for _ in range(5))
-    return found
+            rates[f"{label}_flops"] = 2 * size**3 / min(timed(multiply, device) for _ in range(5))
+    return rates
