@@ -173,7 +173,7 @@ def seen(settings: Settings, turns: Turns) -> Row:
         for rounds, checkpoint in ((10, None), (20, "last")):
             watch, started = Seen(), time.process_time()
             federation = trainer(root, rounds, watch, Rounds(turns), fl.Checkpoints(every_n_rounds=rounds),
-                           client_memory=settings["memory"])  # fmt: skip
+                                 client_memory=settings["memory"])  # fmt: skip
             run = federation.fit(fl.SCAFFOLD(net=NETS["linear"](), optimizer=fl.SGD(lr=0.01)), data, checkpoint)
         return {
             "restart_s": watch.opened - started, "save_s": statistics.median(watch.saves),
@@ -244,8 +244,8 @@ def member(rank: int, port: int, settings: Settings, root: str) -> None:
         if name in ("isend", "irecv"):  # P2POp compares with these
             setattr(distributed_c10d, name, wrapped)
     data = fl.Digits(num_clients=100, partition=fl.Dirichlet(alpha=1.0), batch_size=8)
-    federation = trainer(root, rounds, fl.Checkpoints(), clients_per_round=20, local_steps=2, devices=size, strategy="ddp",
-                   loggers=[], deterministic=settings["deterministic"])  # fmt: skip
+    federation = trainer(root, rounds, fl.Checkpoints(), clients_per_round=20, local_steps=2, devices=size,
+                         strategy="ddp", loggers=[], deterministic=settings["deterministic"])  # fmt: skip
     federation.fit(getattr(fl, settings["method"])(fl.DigitsMLP(hidden=448)), data)
     Path(root, f"{rank}.json").write_text(json.dumps(counts))
 

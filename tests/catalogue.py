@@ -45,21 +45,32 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, algorithm: type[LocalObjective]) -> "Entry":
         """Describes a class by an instance with default arguments, by a dry step."""
-        it = algorithm(net=nn.Linear(2, 3))
-        of = contract_of(it)[0]
-        travels = [name for name in it.wire[1] if name not in it.recalled]
-        w = it.flat.vector(it.net)
-        kept = (of.client, it.client_inits()), (State.initial(it.server_inits(), w, w), it.server_inits())
-        groups = *kept, (of.sent, it.wire[0]), (of.upload, travels)
-        matrices = sum(n for n, shape in zip(it.flat.numels, it.flat.shapes, strict=True) if len(shape) > 1)
-        remarks = {it.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}
+        objective = algorithm(net=nn.Linear(2, 3))
+        contract = contract_of(objective)[0]
+        travels = [name for name in objective.wire[1] if name not in objective.recalled]
+        w = objective.flat.vector(objective.net)
+        kept = (
+            (contract.client, objective.client_inits()),
+            (State.initial(objective.server_inits(), w, w), objective.server_inits()),
+        )
+        groups = *kept, (contract.sent, objective.wire[0]), (contract.upload, travels)
+        matrices = sum(
+            n for n, shape in zip(objective.flat.numels, objective.flat.shapes, strict=True) if len(shape) > 1
+        )
+        remarks = {objective.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}
         lists = [sizes(values, names, remarks) for values, names in groups]
-        cells = [it.paper, *lists, str(it.phases), "/".join(map(str, of.passes)), it.weighting]
-        whole = it.flat.d, matrices
+        cells = [
+            objective.paper,
+            *lists,
+            str(objective.phases),
+            "/".join(map(str, contract.passes)),
+            objective.weighting,
+        ]
+        model_sizes = objective.flat.d, matrices
         down, up = ([values[name].numel() for name in names] for values, names in groups[2:])
-        models = sum(n in whole for n in down), sum(n in whole for n in up)
+        models = sum(n in model_sizes for n in down), sum(n in model_sizes for n in up)
         name, module = algorithm.__name__, algorithm.__module__.rpartition(".")[2]
-        return cls(name, PAGES.get(name, module) + ".md", cells, models, (down + up).count(1), of.passes)
+        return cls(name, PAGES.get(name, module) + ".md", cells, models, (down + up).count(1), contract.passes)
 
 
 def sizes(values: Mapping[str, Tensor], names: Iterable[str], remarks: Mapping[int, str]) -> str:
@@ -76,6 +87,6 @@ def entries() -> tuple[Entry, ...]:
 def markdown() -> str:
     """Returns the table in docs/algorithms/index.md: what most readers choose by."""
     shown = [HEADS.index(head) for head in ("algorithm", "paper", "client keeps", "down", "up", HEADS[-2])]
-    rows = [HEADS, *([f"[`{e.name}`]({e.page})", *e.cells] for e in entries())]
+    rows = [HEADS, *([f"[`{entry.name}`]({entry.page})", *entry.cells] for entry in entries())]
     head, *body = [f"| {' | '.join(row[i] for i in shown)} |\n" for row in rows]
     return "".join([head, f"|{'---|' * len(shown)}\n", *body])

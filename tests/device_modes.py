@@ -129,7 +129,7 @@ class Operations(TorchDispatchMode):
 
     def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], here: list[bool]) -> None:
         device, packet = self.device, func.overloadpacket
-        host = [x for x, yes in zip(tensors, here, strict=True) if not yes]
+        host = [x for x, on_device in zip(tensors, here, strict=True) if not on_device]
         scalars = torch.Tag.pointwise in func.tags and all(x.ndim == 0 for x in host)
         if packet in INDEXED:
             self._check_indices(func, args)

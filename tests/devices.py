@@ -78,8 +78,10 @@ class Device:
 
     def __enter__(self) -> Device:
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        own: Any = torch._C.TensorBase.device
-        patch.setattr(Tensor, "device", property(lambda x: self.device if x in self else own.__get__(x)), raising=False)
+        original: Any = torch._C.TensorBase.device
+        patch.setattr(
+            Tensor, "device", property(lambda x: self.device if x in self else original.__get__(x)), raising=False
+        )
         patch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cuda"), raising=False)
         if self.device.type == "cuda":
             for name, value in self._runtime().items():
@@ -259,11 +261,14 @@ class Graph:
 
     def take(self, operations: list[tuple[Any, ...]]) -> None:
         """Takes the operations of a capture."""
-        own = {storage_key(x) for *_, fresh in operations for x in fresh if x is not None}
-        at = partial(
-            tree_map_only, Tensor, lambda x: Address(x) if x in self.device and storage_key(x) not in own else x
+        fresh_keys = {storage_key(x) for *_, fresh in operations for x in fresh if x is not None}
+        with_addresses = partial(
+            tree_map_only, Tensor, lambda x: Address(x) if x in self.device and storage_key(x) not in fresh_keys else x
         )
-        self._operations = [(function, at(args), at(kwargs), fresh) for function, args, kwargs, fresh in operations]
+        self._operations = [
+            (function, with_addresses(args), with_addresses(kwargs), fresh)
+            for function, args, kwargs, fresh in operations
+        ]
 
     def replay(self) -> None:
         """Repeats the operations.
@@ -273,10 +278,12 @@ class Graph:
         """
         self.device.launch("graph")
         self.device.replaying = True
-        there = partial(tree_map_only, Address, Address.tensor)
+        with_tensors = partial(tree_map_only, Address, Address.tensor)
         with torch.no_grad():
             for function, args, kwargs, fresh in self._operations:
-                for old, new in zip(fresh, tree_leaves(function(*there(args), **there(kwargs))), strict=True):
+                for old, new in zip(
+                    fresh, tree_leaves(function(*with_tensors(args), **with_tensors(kwargs))), strict=True
+                ):
                     if old is not None:
                         old.copy_(new)
         self.device.replaying = False

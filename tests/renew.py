@@ -55,8 +55,10 @@ def references() -> str:
 
 def without_rounds() -> str:
     """The algorithms that have a meaning without rounds."""
-    named = {name: getattr(algorithms, name)(nn.Linear(2, 3)) for name in sorted(algorithms.__all__, key=str.lower)}
-    return ", ".join(name for name, objective in named.items() if not objective.needs_rounds)
+    objectives = {
+        name: getattr(algorithms, name)(nn.Linear(2, 3)) for name in sorted(algorithms.__all__, key=str.lower)
+    }
+    return ", ".join(name for name, objective in objectives.items() if not objective.needs_rounds)
 
 
 def program_needs() -> str:
@@ -158,16 +160,19 @@ def tuned(text: str) -> str:
 
 def loop_quote(text: str) -> str:
     """The page that quotes the loop."""
-    every, one = (textwrap.dedent(inspect.getsource(of).rpartition('"""\n')[2]) for of in (loop.rounds, loop.one_round))
-    return between("```python\n", "```", lambda: f"{every}\n# one_round(run)\n{one}")(text)
+    rounds, one_round = (
+        textwrap.dedent(inspect.getsource(function).rpartition('"""\n')[2])
+        for function in (loop.rounds, loop.one_round)
+    )
+    return between("```python\n", "```", lambda: f"{rounds}\n# one_round(run)\n{one_round}")(text)
 
 
 def renewals() -> dict[Path, Iterable[Renewal]]:
     """All files that are renewed, but the index of the command line, and what renews each."""
-    each = dict.fromkeys(sorted(PAGES.glob("*.md")), (code_beside_boxes, tuned))
+    algorithm_pages = dict.fromkeys(sorted(PAGES.glob("*.md")), (code_beside_boxes, tuned))
     table = between("<!-- catalogue -->\n", "<!-- /catalogue -->", catalogue.markdown)
     batch = (ROOT / "examples/slurm.sh").read_text()
-    return each | {
+    return algorithm_pages | {
         PAGES / "index.md": (table,),
         DOCS / "architecture.md": (loop_quote,),
         DOCS / "benchmarks.md": (contest.fill,),

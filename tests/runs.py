@@ -72,17 +72,17 @@ def last(folder: Path) -> dict[str, Any]:
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor that the last checkpoint of a run folder holds, by name."""
-    found = last(folder)
-    clients = found["clients"]
-    tensors = {"ids": torch.as_tensor(clients["ids"]), "round": torch.tensor(found["round"]), **found["state_dict"]}
-    tensors |= {f"server.{name}": value for name, value in found["server"].items()}
+    content = last(folder)
+    clients = content["clients"]
+    tensors = {"ids": torch.as_tensor(clients["ids"]), "round": torch.tensor(content["round"]), **content["state_dict"]}
+    tensors |= {f"server.{name}": value for name, value in content["server"].items()}
     return tensors | {f"client.{name}": value for name, value in clients["rows"].items()}
 
 
 def rows(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
     """Every client's row of the last checkpoint, wherever it lies, by name and client; with the model's options."""
-    found = last(folder)
-    clients, objective = found["clients"], getattr(algorithms, found["identity"]["model"])
+    content = last(folder)
+    clients, objective = content["clients"], getattr(algorithms, content["identity"]["model"])
     store = ClientStore(objective(DigitsMLP(hidden=8), **options).client_inits(), clients["w0"])
     store.load_state_dict(clients, folder / "clients")
     values = {f"{name}.{k}": value for k, row in store.rows().items() for name, value in row.items()}
