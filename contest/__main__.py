@@ -139,7 +139,7 @@ def main() -> None:
         print(f"{', '.join(missing)} left out: python -m pip install -r contest/requirements.txt")
     print(f"{machine()}; load average {os.getloadavg()[0]:.2f}", flush=True)
     rows: list[Row] = []
-    for work in [name for name in WORKS if any(name.startswith(wanted) for wanted in args.work.split(","))]:
+    for work in [name for name in WORKS if any(name.startswith(prefix) for prefix in args.work.split(","))]:
         common = {} if work.startswith("W3") else {"threads": args.threads}
         common |= {"steps": args.steps} if work == "W2" else {}
         for method in args.methods.split(","):

@@ -72,9 +72,9 @@ class Problem:
         self.kind, self.d, samples = kind, d, 40
         x = torch.randn(clients + 1, samples, d, generator=draw, dtype=torch.float64)
         x = x * torch.linspace(1, 0.6, d, dtype=torch.float64)
-        out = x @ torch.randn(clients + 1, d, 1, generator=draw, dtype=torch.float64)
-        noise = torch.rand(out.shape, generator=draw, dtype=torch.float64)
-        y = out if kind == "quadratic" else (noise < out.sigmoid()).double()
+        outputs = x @ torch.randn(clients + 1, d, 1, generator=draw, dtype=torch.float64)
+        noise = torch.rand(outputs.shape, generator=draw, dtype=torch.float64)
+        y = outputs if kind == "quadratic" else (noise < outputs.sigmoid()).double()
         *self.data, self.test = zip(x, y, strict=True)
         self.loss = nn.MSELoss() if kind == "quadratic" else nn.BCEWithLogitsLoss()
         self.w = torch.zeros(d, dtype=torch.float64)

@@ -165,12 +165,12 @@ class Device:
             return False
         return torch.device(device).type == self.device.type
 
-    def launch(self, what: object) -> None:
+    def launch(self, operation: object) -> None:
         """Counts a launch; within a graph, captured or repeated, there is none."""
         if self.captured is None and not self.replaying:
-            self.launches[str(what)] += 1
+            self.launches[str(operation)] += 1
 
-    def note(self, kind: str, what: object) -> None:
+    def note(self, kind: str, operation: object) -> None:
         """Counts an event.
 
         Raises:
@@ -185,11 +185,11 @@ class Device:
         if frame is not None:
             path = Path(frame.f_code.co_filename).relative_to(ROOT).as_posix()
             where, function = f"{path}:{frame.f_lineno}", frame.f_code.co_name
-        self.events[Event(kind, str(what), where, function)] += 1
+        self.events[Event(kind, str(operation), where, function)] += 1
         if kind == "mixture":
-            raise RuntimeError(f"Expected all tensors to be on the same device: {what} at {where}")
+            raise RuntimeError(f"Expected all tensors to be on the same device: {operation} at {where}")
         if self.captured is not None:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {what} at {where}")
+            raise RuntimeError(f"operation not permitted when stream is capturing: {operation} at {where}")
 
     def _runtime(self) -> dict[str, Any]:
         """What the package calls of ``torch.cuda``."""

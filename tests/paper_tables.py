@@ -59,13 +59,13 @@ def short(pairs: Sequence[tuple[str, ...]], names: Sequence[str]) -> str:
     return text and f"`{text}`"
 
 
-def known(what: str) -> str:
+def known(unit: str) -> str:
     """Returns how many cells, or figures, ``reproduce`` knows, and why it does not know the others."""
-    if what == "figures":
+    if unit == "figures":
         return states()
     counts = Counter(re.sub(r"^\w+ = [^:]*: ", "", why_not(cell) or "") for cell in find())
     reasons = "; ".join(f"{n}: {reason}" for reason, n in counts.most_common() if reason)
-    return f"It knows {counts['']:,} of {counts.total():,} {what}. The others: {reasons}.\n"
+    return f"It knows {counts['']:,} of {counts.total():,} {unit}. The others: {reasons}.\n"
 
 
 def states() -> str:

@@ -149,9 +149,9 @@ def flatness(name: str, device: str) -> dict[str, Any]:
             monitor = fl.FlatnessMonitor(1, [MEASURES[name]()])
             run = train(where, path, "FedAvg", max_rounds=1, callbacks=[monitor])
             values.append({n: v for n, v in run.metrics.items() if n.startswith("flatness/")})
-    cpu, there = values
-    numbers = [n for n in cpu if not n.endswith("_residual")]
-    return verdict([abs(there[n] - cpu[n]) / max(abs(cpu[n]), 1e-9) for n in numbers], 1e-6)
+    expected, actual = values
+    numbers = [n for n in expected if not n.endswith("_residual")]
+    return verdict([abs(actual[n] - expected[n]) / max(abs(expected[n]), 1e-9) for n in numbers], 1e-6)
 
 
 def processes(count: int, backend: str, device: str) -> dict[str, Any]:
@@ -218,11 +218,13 @@ def collectives(device: torch.device) -> None:
     everyone = [torch.empty_like(mine) for _ in ranks]
     with collective("all_gather"):
         dist.all_gather(everyone, mine)
-        assert all(torch.equal(got.cpu(), sent) for got, sent in zip(everyone, ranks, strict=True))
+        assert all(torch.equal(received.cpu(), sent) for received, sent in zip(everyone, ranks, strict=True))
     gathered = [torch.empty_like(mine) for _ in ranks] if rank == 0 else None
     with collective("gather"):
         dist.gather(mine, gathered, dst=0)
-        assert gathered is None or all(torch.equal(got.cpu(), sent) for got, sent in zip(gathered, ranks, strict=True))
+        assert gathered is None or all(
+            torch.equal(received.cpu(), sent) for received, sent in zip(gathered, ranks, strict=True)
+        )
     scattered = torch.empty_like(mine)
     with collective("scatter"):
         dist.scatter(scattered, [tensor.to(device) for tensor in ranks] if rank == 0 else None, src=0)

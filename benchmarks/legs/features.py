@@ -225,11 +225,11 @@ OTHERS = fl.ReplaySampler([[0, 1], [2, 3, 4], [5, 0], [1, 2, 3, 4], [3, 5], [0, 
 """Cohorts of two, three and four, each with a record of its own."""
 LONG = {
     **{
-        f"longer blocks, {name}{where}": Case(
+        f"longer blocks, {name}{suffix}": Case(
             partial(algorithm, name), partial(data, clients=GROWING),
             {"max_rounds": len(LONGER.rounds), "sampler": LONGER, **options},
         )
-        for name, where, options in (
+        for name, suffix, options in (
             ("FedSMOO", "", {}), ("SCAFFOLD", ", rows on disk", {"client_memory": 0.0}), ("FedGMT", "", {})
         )
     },
@@ -349,10 +349,10 @@ def relative(x: Tensor, y: Tensor) -> float:
     """Returns the largest difference relative to the largest entry; NaN and infinity differ from other numbers."""
     if x.shape != y.shape:
         return float("nan")
-    same = (x == y) | (x.isnan() & y.isnan())
-    apart = torch.where(same, 0.0, (x - y).abs())
+    equal = (x == y) | (x.isnan() & y.isnan())
+    distances = torch.where(equal, 0.0, (x - y).abs())
     scale = torch.where(y.isfinite(), y, 0.0).abs()
-    return float(apart.max() / scale.max().clamp(min=1e-3)) if y.numel() else 0.0
+    return float(distances.max() / scale.max().clamp(min=1e-3)) if y.numel() else 0.0
 
 
 def verdict(differences: list[float], limit: float) -> dict[str, Any]:

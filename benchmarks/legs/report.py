@@ -81,12 +81,12 @@ def correctness(items: Found) -> list[str]:
     lines: Lines = [["engine", "checks", "hold", "largest difference", "not held"]]
     for engine in (*ENGINES, "other checks"):
         checks = groups.get(engine, {})
-        held = [value for value in checks.values() if not is_failure(value)]
-        most = max((value["difference"] for value in held if "difference" in value), default=None)
+        passed = [value for value in checks.values() if not is_failure(value)]
+        largest = max((value["difference"] for value in passed if "difference" in value), default=None)
         wrong = [f"**{name.removesuffix(f', {engine}')}**{reason(v)}" for name, v in checks.items() if is_failure(v)]
         if checks:
             lines.append([
-                engine, str(len(checks)), str(len(held)), "" if most is None else f"{most:.1e}", ", ".join(wrong)
+                engine, str(len(checks)), str(len(passed)), "" if largest is None else f"{largest:.1e}", ", ".join(wrong)
             ])  # fmt: skip
     explained = (
         "Runs and measures in float64 against the CPU. A difference is relative to the largest entry of the server's"
@@ -171,7 +171,7 @@ def science(items: Found) -> list[str]:
         body.append([
             name, f"{v['rounds']}{'' if v['whole'] else ', cut off'}", accuracy(v) or last_evaluations(v),
             accuracy(cpu), measured, number(cpu, "flatness/lambda_max"),
-            *(printed(name, "alpha=0.05", where) for where in PAPERS.values()),
+            *(printed(name, "alpha=0.05", table) for table in PAPERS.values()),
             printed(name, "alpha=0.05", {"paper": "fedgloss", "table": "8", "metric": "lambda_max"}),
             ms(v["seconds a round"]) if "seconds a round" in v else "",
         ])  # fmt: skip
@@ -201,13 +201,13 @@ def last_evaluations(v: dict[str, Any]) -> str:
     return f"{v['accuracy_of_last_evaluations'] * 100:.2f} ({len(rounds)}, rounds {rounds[0]} to {rounds[-1]})"
 
 
-def printed(algorithm: str, heterogeneity: str, where: dict[str, str]) -> str:
+def printed(algorithm: str, heterogeneity: str, table: dict[str, str]) -> str:
     """A number of a paper's table, or nothing."""
-    if where["paper"] == "fedgf":
+    if table["paper"] == "fedgf":
         heterogeneity = PER_CLASS.get(heterogeneity, heterogeneity)
     fixed = {"dataset": "CIFAR10", "model": "HsuCNN", "participation": "5/100", "epochs": "1"}
     try:
-        return find(**where, **fixed, algorithm=algorithm, heterogeneity=heterogeneity)[0].printed
+        return find(**table, **fixed, algorithm=algorithm, heterogeneity=heterogeneity)[0].printed
     except UserError:
         return ""
 

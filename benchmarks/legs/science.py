@@ -143,14 +143,14 @@ def summary(columns: Columns, rounds: int, eval_last: int) -> dict[str, Any]:
         eval_last: How many of the last rounds are evaluated, and count.
     """
     reached, evaluations = rounds_done(columns), list(columns.get(ACCURACY, []))
-    last = [value for at, value in evaluations if at > rounds - eval_last]
+    last = [value for t, value in evaluations if t > rounds - eval_last]
     outcome: dict[str, Any] = {"whole": reached >= rounds, "rounds": reached}
     if len(last) == eval_last:
         outcome |= {"accuracy": mean(last), "deviation": pstdev(last)}
     elif evaluations:
-        few = evaluations[-5:]
-        outcome["accuracy_of_last_evaluations"] = mean(value for _, value in few)
-        outcome["rounds_of_last_evaluations"] = [at for at, _ in few]
+        latest = evaluations[-5:]
+        outcome["accuracy_of_last_evaluations"] = mean(value for _, value in latest)
+        outcome["rounds_of_last_evaluations"] = [t for t, _ in latest]
     if seconds := columns.get("time/round_s"):
         outcome["seconds a round"] = mean(value for _, value in seconds)
     for name, values in columns.items():

@@ -79,12 +79,12 @@ class List:
 
 def in_full(chosen: List) -> dict[str, Item]:
     w1, add = WORKS["W1"], chosen.add
-    for form, whos in (
+    for form, contestants in (
         ("float32", (PLAIN, JAX, "sequential", "batched", "graphed")),
         ("bf16", ("graphed", PLAIN, JAX, "batched", "sequential")),
         ("tf32", ("graphed", PLAIN, "batched")),
     ):
-        for who in whos:
+        for who in contestants:
             chosen.add_jax(w1, form) if who == JAX else add(w1, who, form)
     for who in ORDER:
         add(HEAVY, who, "bf16")
@@ -177,14 +177,14 @@ def ours(work: Work, device: str, method: str, engine: str, form: str, seeds: in
     started = time.perf_counter()
     if brief:
         train(replace(work, steps=BRIEF), warm=0, count=1)
-    every = train(work, warm=0 if brief else WARM, count=rounds)
+    timers = train(work, warm=0 if brief else WARM, count=rounds)
     total = time.perf_counter() - started
     # several runs share their rounds: each sees the time of all
-    seconds = median(max(same) for same in zip(*(times.rounds[-rounds:] for times in every), strict=True))
+    seconds = median(max(durations) for durations in zip(*(times.rounds[-rounds:] for times in timers), strict=True))
     who = f"{engine}, {FREE}" if free else engine
     return {
         "work": work.name, "method": method, "who": who, "form": form, "seeds": seeds, **rates(work, seconds, seeds),
-        "first_s": total - rounds * seconds, "program": every[0].longest, **every[0].wall(), **memory(device),
+        "first_s": total - rounds * seconds, "program": timers[0].longest, **timers[0].wall(), **memory(device),
     }  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def fit(
 
     With one process, ``deterministic`` only chooses cuDNN's kernels.
     """
-    every = [Times(warm, count) for _ in range(seeds)]
+    timers = [Times(warm, count) for _ in range(seeds)]
     with tempfile.TemporaryDirectory() as folder:
         trainers = [
             fl.FederatedTrainer(
@@ -213,14 +213,14 @@ def fit(
                 callbacks=[times, Checkpoints(every_n_rounds=10**5)], enable_progress_bar=False,
                 deterministic=deterministic, **ENGINES[engine], **FORMATS[form],
             )
-            for seed, times in enumerate(every)
+            for seed, times in enumerate(timers)
         ]  # fmt: skip
         models = [model_of(work, method) for _ in trainers]
         if seeds == 1:
             trainers[0].fit(models[0], Data(work))
         else:
             parallel_runs.fit(trainers, models, Data(work))
-    return every
+    return timers
 
 
 def forget(device: str) -> None:

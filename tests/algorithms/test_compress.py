@@ -238,9 +238,9 @@ def test_nothing_is_lost(options: dict[str, Any], golden: Golden) -> None:
     virtual = record.server[0].w
     for t, clients in enumerate(record.local):
         virtual = virtual + torch.stack([r.w - record.server[t].w for r in clients.values()]).mean(0)
-        left = torch.stack([r.state["Compress.w"] for r in clients.values()]).mean(0)
-        torch.testing.assert_close(record.server[t + 1].w + left, virtual, rtol=0, atol=1e-13)
-        assert left.norm() > 1e-3
+        residual = torch.stack([r.state["Compress.w"] for r in clients.values()]).mean(0)
+        torch.testing.assert_close(record.server[t + 1].w + residual, virtual, rtol=0, atol=1e-13)
+        assert residual.norm() > 1e-3
 
 
 @pytest.mark.sampled(quick=5)
@@ -312,9 +312,9 @@ def test_a_lost_upload_keeps_its_residual(golden: Golden) -> None:
 
 def test_a_corrupted_upload(golden: Golden) -> None:
     """What arrives is corrupted, the client keeps its residual; NaN is refused, and its residual is as it was."""
-    bad = Faults(corrupt=Corrupt(share=1.0, kind="scale", factor=3.0))
+    scaling = Faults(corrupt=Corrupt(share=1.0, kind="scale", factor=3.0))
     part = Compress(rate=0.1)
-    _, record = golden.run(FedAvg(golden.net(), parts=[part], weighting="uniform"), faults=bad, max_rounds=1)
+    _, record = golden.run(FedAvg(golden.net(), parts=[part], weighting="uniform"), faults=scaling, max_rounds=1)
     _, plain = golden.run(FedAvg(golden.net(), parts=[part], weighting="uniform"), max_rounds=1)
     (w0, w1), u1 = (r.w for r in record.server), plain.server[1].w
     torch.testing.assert_close(w1 - w0, 3 * (u1 - w0), rtol=0, atol=1e-14)
@@ -334,8 +334,8 @@ def test_privacy_clips_what_arrives(options: dict[str, Any], golden: Golden) -> 
     for t, clients in enumerate(record.local):
         w = record.server[t].w
         changes = [r.upload["w"] - w for r in clients.values()]
-        cut = [change * min(1.0, 0.05 / float(change.norm())) for change in changes]
-        torch.testing.assert_close(record.server[t + 1].w, w + torch.stack(cut).sum(0) / 2, rtol=0, atol=1e-12)
+        clipped = [change * min(1.0, 0.05 / float(change.norm())) for change in changes]
+        torch.testing.assert_close(record.server[t + 1].w, w + torch.stack(clipped).sum(0) / 2, rtol=0, atol=1e-12)
         assert min(change.norm() for change in changes) > 0.05
     for r in record.local[0].values() if options["method"] != "qsgd" else ():
         torch.testing.assert_close(r.state["Compress.w"], r.w - r.upload["w"], rtol=0, atol=1e-13)

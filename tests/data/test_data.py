@@ -76,23 +76,23 @@ def augmented(augment, x, draws):
 def test_augment_equals_a_loop_over_samples(dtype, crop, flip):
     x = images(dtype)
     augment = Augment(crop, flip)
-    got = augment(x, augment.draw([60], rng()))
+    actual = augment(x, augment.draw([60], rng()))
     draws = rng()
     offsets = torch.randint(2 * crop + 1, (2, 60), generator=draws).T.tolist() if crop else [(0, 0)] * 60
     mirrored = (torch.rand(60, generator=draws) < 0.5).tolist() if flip else [False] * 60
-    for image, (dy, dx), mirror, result in zip(x, offsets, mirrored, got, strict=True):
+    for image, (dy, dx), mirror, result in zip(x, offsets, mirrored, actual, strict=True):
         want = F.pad(image, [crop] * 4)[:, dy : dy + 6, dx : dx + 5]
         assert torch.equal(result, want.flip(-1) if mirror else want)
-    assert got.dtype == dtype
+    assert actual.dtype == dtype
     assert torch.equal(x, images(dtype))  # the data stay as they are
 
 
 def test_augmentation_differs_per_sample():
-    same = images()[:1].expand(60, -1, -1, -1)
-    flips = augmented(Augment(crop=0), same, rng())
+    copies = images()[:1].expand(60, -1, -1, -1)
+    flips = augmented(Augment(crop=0), copies, rng())
     assert len(flips.flatten(1).unique(dim=0)) == 2
-    assert 15 < (flips == same).flatten(1).all(1).sum() < 45
-    assert len(augmented(Augment(crop=2, flip=False), same, rng()).flatten(1).unique(dim=0)) > 10
+    assert 15 < (flips == copies).flatten(1).all(1).sum() < 45
+    assert len(augmented(Augment(crop=2, flip=False), copies, rng()).flatten(1).unique(dim=0)) > 10
 
 
 def test_augmentation_per_batch_is_one_draw():
@@ -175,9 +175,9 @@ def test_full_batch_is_stored_order():
         (2, data.client_batches(1, 2, None, rng(), torch.float64)),
         (5, data.client_batches(1, 2, 5, rng(), torch.float64)),
     ):
-        got = list(batches)
-        assert len(got) == count
-        assert all(torch.equal(x, samples) for x, _ in got)
+        actual = list(batches)
+        assert len(actual) == count
+        assert all(torch.equal(x, samples) for x, _ in actual)
     assert data.batches_per_client(1, 2, None) == 2
 
 
@@ -207,10 +207,10 @@ def test_eval_batches_are_in_order():
         (data.eval_batches([5, 1], torch.float64), XF[[5, 1]], Y[[5, 1]]),
         (data.eval_batches(data.clients[1], torch.float64), XF[data.clients[1]], Y[data.clients[1]]),
     ):
-        got = list(batches)
-        assert all(len(labels) <= 7 for _, labels in got)
-        np.testing.assert_array_equal(torch.cat([a for a, _ in got]), x)
-        np.testing.assert_array_equal(torch.cat([b for _, b in got]), y)
+        actual = list(batches)
+        assert all(len(labels) <= 7 for _, labels in actual)
+        np.testing.assert_array_equal(torch.cat([a for a, _ in actual]), x)
+        np.testing.assert_array_equal(torch.cat([b for _, b in actual]), y)
 
 
 # Set-up

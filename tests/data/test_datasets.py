@@ -69,8 +69,10 @@ def test_cifar100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(data.y_train, FINE[:150])
     assert data.mean == [0.5071, 0.4865, 0.4409]
     (tmp_path / "cifar-100-python" / "train").write_bytes(b"cut")
-    there = "put there cifar-100-python, from https://www.cs.toronto.edu/~kriz/cifar.html, or set download: true"
-    with pytest.raises(UserError, match=rf"^data.data_dir = [^\n]*CIFAR100 cannot be read [^\n]*corrupted.*; {there}$"):
+    advice = "put there cifar-100-python, from https://www.cs.toronto.edu/~kriz/cifar.html, or set download: true"
+    with pytest.raises(
+        UserError, match=rf"^data.data_dir = [^\n]*CIFAR100 cannot be read [^\n]*corrupted.*; {advice}$"
+    ):
         CIFAR100(str(tmp_path)).setup()
 
 
@@ -326,10 +328,10 @@ def test_labels_are_those_of_the_samples() -> None:
 
 def test_colours_of_a_palette_are_colours() -> None:
     images = [Image.fromarray(x) for x in IMAGES[:4]]
-    few = [image.quantize(200) for image in images]
-    data = FromDataset(Pairs(few, [0, 1] * 2), Pairs(images, [0, 1] * 2), num_clients=2)
+    quantized = [image.quantize(200) for image in images]
+    data = FromDataset(Pairs(quantized, [0, 1] * 2), Pairs(images, [0, 1] * 2), num_clients=2)
     data.setup()
-    for stored, image in zip(data.x_train.numpy(), few, strict=True):
+    for stored, image in zip(data.x_train.numpy(), quantized, strict=True):
         np.testing.assert_array_equal(stored, np.asarray(image.convert("RGB")).transpose(2, 0, 1))
 
 

@@ -25,8 +25,8 @@ faults = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.binary(max_si
 """Where, how many bytes are taken away, what comes in their place."""
 
 
-def faulty(content: bytes, where: list[tuple[float, int, bytes]]) -> bytes:
-    for place, removed, inserted in where:
+def faulty(content: bytes, faults: list[tuple[float, int, bytes]]) -> bytes:
+    for place, removed, inserted in faults:
         start = int(place * len(content))
         content = content[:start] + inserted + content[start + removed :]
     return content

@@ -127,15 +127,15 @@ def table_of(y, parts, classes):
 
 def generated(classes, clients):
     """Every partition that can be made for so many classes and clients."""
-    alphas, powers, yes = st.sampled_from([0.05, 0.3, 1.0, 30.0]), st.sampled_from([0.0, 0.7, 2.0]), st.booleans()
+    alphas, powers, booleans = st.sampled_from([0.05, 0.3, 1.0, 30.0]), st.sampled_from([0.0, 0.7, 2.0]), st.booleans()
     coarse = [c // 2 for c in range(classes)]
     step = classes // np.gcd(classes, clients)
     return st.one_of(
         st.builds(IID, powers),
         st.just(IID(stratified=True)),
         st.builds(Dirichlet, alphas, powers, st.sampled_from(["rounded", "multinomial"])),
-        st.builds(FLSimDirichlet, alphas, yes),
-        st.builds(FLSimPathological, st.integers(1, classes), yes),
+        st.builds(FLSimDirichlet, alphas, booleans),
+        st.builds(FLSimPathological, st.integers(1, classes), booleans),
         st.builds(PAM, alphas, alphas, st.just(coarse)),
         st.builds(FLSAMDirichlet, st.sampled_from([1.0, 30.0]), st.sampled_from([1.0, 2.0, 10.0])),
         st.builds(FLSAMPath, st.just(int(step))),
@@ -232,8 +232,8 @@ def fl_simulator(y, clients, classes, seed, alpha=None, c=None):
         for row in chosen:
             rng.shuffle(row)
         cumulative = np.array([[row[: j + 1].sum() / c if row[j] else 0 for j in range(classes)] for row in chosen])
-    where = [np.where(shuffled == label)[0] for label in range(classes)]
-    amount = [len(w) for w in where]
+    places = [np.where(shuffled == label)[0] for label in range(classes)]
+    amount = [len(w) for w in places]
     parts = [[] for _ in range(clients)]
     while room.sum():
         k = rng.randint(clients)
@@ -244,9 +244,9 @@ def fl_simulator(y, clients, classes, seed, alpha=None, c=None):
             label = np.argmax(rng.uniform() <= cumulative[k])
             if amount[label] > 0:
                 break
-            amount[label] = len(where[label])
+            amount[label] = len(places[label])
         amount[label] -= 1
-        parts[k].append(order[where[label][amount[label]]])
+        parts[k].append(order[places[label][amount[label]]])
     return parts
 
 

@@ -280,8 +280,10 @@ def test_flip_and_jitter() -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.augment = Augment: ignores label maps; use ScaledCrop or null"):
         Cityscapes(augment=Augment())
-    there = "heterogeneous/train, heterogeneous/test, leftImg8bit, gtFine, from https://github.com/Erosinho13"
-    with pytest.raises(UserError, match=rf"^data.data_dir = '[^']*': 'heter[^']*' is missing; expected there {there}"):
+    expected = "heterogeneous/train, heterogeneous/test, leftImg8bit, gtFine, from https://github.com/Erosinho13"
+    with pytest.raises(
+        UserError, match=rf"^data.data_dir = '[^']*': 'heter[^']*' is missing; expected there {expected}"
+    ):
         Cityscapes(str(tmp_path)).setup()
     data = cityscapes(tmp_path)
     data.setup()

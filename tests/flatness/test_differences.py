@@ -55,10 +55,10 @@ def test_smooth_nets_agree_with_double_backward(golden: Golden, dtype: torch.dty
     assert lambda_max(differences).value == pytest.approx(lambda_max(exact).value, rel=rtol)
     assert trace(differences, samples=8).value == pytest.approx(trace(exact, samples=8).value, rel=10 * rtol)
     assert not (differences @ torch.zeros_like(v)).any()
-    few = {"parameters": ["0.*"]}
-    u = v[: hessian(net, CE, data, **few).shape[0]]
-    block = hessian(net, CE, data, **few) @ u
-    assert float((finite_differences(net, CE, data, **few) @ u - block).norm() / block.norm()) < rtol
+    group = {"parameters": ["0.*"]}
+    u = v[: hessian(net, CE, data, **group).shape[0]]
+    block = hessian(net, CE, data, **group) @ u
+    assert float((finite_differences(net, CE, data, **group) @ u - block).norm() / block.norm()) < rtol
 
 
 def test_padding_does_not_move() -> None:

@@ -202,8 +202,8 @@ def test_measured_at_another_point() -> None:
     spec.load(copy, w)
     assert mean_loss(net, CE, batches, w) == mean_loss(copy, CE, batches) != mean_loss(net, CE, batches)
     assert sharpness(net, CE, batches, at=w) == sharpness(copy, CE, batches)
-    at, there = lambda_max(hessian(net, CE, batches, at=w)), lambda_max(hessian(copy, CE, batches))
-    assert at.value == there.value != lambda_max(hessian(net, CE, batches)).value
+    actual, expected = lambda_max(hessian(net, CE, batches, at=w)), lambda_max(hessian(copy, CE, batches))
+    assert actual.value == expected.value != lambda_max(hessian(net, CE, batches)).value
     assert torch.equal(gradient(net, CE, batches, w), gradient(copy, CE, batches))
     assert torch.equal(hessian(net, CE, batches, w) @ v, hessian(copy, CE, batches) @ v)
 
@@ -334,7 +334,7 @@ def test_nothing_is_touched(flat: bool) -> None:
             p.grad.data_ptr() for p in net.parameters() if p.grad is not None
         ]
 
-    before, where, rng = state(), addresses(), torch.get_rng_state()
+    before, pointers, rng = state(), addresses(), torch.get_rng_state()
     for keep in (True, False):
         lambda_max(hessian(net, CE, lambda: loader, keep_graph=keep))
     lambda_max(hessian(net, CE, lambda: loader), method="power")
@@ -349,7 +349,7 @@ def test_nothing_is_touched(flat: bool) -> None:
         with pytest.raises(KeyboardInterrupt):
             measure(net, CE, interrupted)
     assert torch.equal(rng, torch.get_rng_state())
-    assert state() == before and addresses() == where
+    assert state() == before and addresses() == pointers
     if views is not None:
         assert torch.equal(views.w, FlatSpec(net).vector(net))
 

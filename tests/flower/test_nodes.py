@@ -67,10 +67,10 @@ def test_nodes_give_the_bits_of_the_trainer(args: list[str], tmp_path: Path) -> 
     assert metrics(run.folder.path) == metrics(expected.folder.path)
     assert run.state.failures == expected.state.failures
     assert run.state.failures.keys() == ({*FAILED} if FAULTS[0] in args else set())
-    here, there = nodes.states(run), expected.clients.rows()
-    assert here.keys() == there.keys()
-    for client, row in there.items():
-        assert_same(here[client], row)
+    states, rows = nodes.states(run), expected.clients.rows()
+    assert states.keys() == rows.keys()
+    for client, row in rows.items():
+        assert_same(states[client], row)
         assert sum(key.startswith(f"{client}.") for key in nodes.kept[client % 2]) <= 3
 
 
