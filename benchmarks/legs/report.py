@@ -82,11 +82,11 @@ def correctness(items: Found) -> list[str]:
     for engine in (*ENGINES, "other checks"):
         checks = groups.get(engine, {})
         passed = [value for value in checks.values() if not is_failure(value)]
-        largest = max((value["difference"] for value in passed if "difference" in value), default=None)
+        most = max((value["difference"] for value in passed if "difference" in value), default=None)
         wrong = [f"**{name.removesuffix(f', {engine}')}**{reason(v)}" for name, v in checks.items() if is_failure(v)]
         if checks:
             lines.append([
-                engine, str(len(checks)), str(len(passed)), "" if largest is None else f"{largest:.1e}", ", ".join(wrong)
+                engine, str(len(checks)), str(len(passed)), "" if most is None else f"{most:.1e}", ", ".join(wrong)
             ])  # fmt: skip
     explained = (
         "Runs and measures in float64 against the CPU. A difference is relative to the largest entry of the server's"
