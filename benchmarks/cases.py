@@ -74,7 +74,7 @@ class Rounds(Callback):
 
 
 def arrays(root: str, clients: int, samples: int, *shape: int) -> fl.Arrays:
-    """Random samples, evenly divided."""
+    """Returns random samples, evenly divided."""
     draw, n, path = np.random.default_rng(0), clients * samples, f"{root}/data.npz"
     x, y = draw.standard_normal((n + 100, *(shape or (FEATURES,))), np.float32), draw.integers(0, CLASSES, n + 100)
     np.savez(path, x_train=x[:n], y_train=y[:n], x_test=x[n:], y_test=y[n:])
@@ -103,7 +103,7 @@ TRAINED: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def adapters(settings: Settings, turns: Turns) -> Row:
-    """FedDyn with 4 of 8 clients and a transformer."""
+    """Trains FedDyn with 4 of 8 clients and a transformer."""
     words, length, (dim, blocks, heads) = settings["words"], 32, settings["size"]
     draw = np.random.default_rng(0)
     clients = [(draw.integers(0, words, (4, length)), np.arange(4)) for _ in range(8)]
@@ -125,7 +125,7 @@ def adapters(settings: Settings, turns: Turns) -> Row:
 
 
 def scaffold(settings: Settings, turns: Turns) -> Row:
-    """SCAFFOLD with one step on one sample; of several cohorts in a row, seconds at first contact and later."""
+    """Trains SCAFFOLD with one step on one sample; of several cohorts, returns seconds at first contact and later."""
     clients, cohorts = settings["clients"], None
     if settings["net"] == "large":  # every client takes part twice
         cohorts = 2 * [list(range(k, min(k + COHORT, clients))) for k in range(0, clients, COHORT)]
@@ -165,7 +165,7 @@ class Seen(Callback):
 
 
 def seen(settings: Settings, turns: Turns) -> Row:
-    """Checkpoints of runs whose clients all have a row, and a restart; in CPU seconds."""
+    """Measures checkpoints of runs whose clients all have a row, and a restart; in CPU seconds."""
     with tempfile.TemporaryDirectory() as root:
         data = arrays(root, settings["clients"], 1)
         data.setup("fit")
@@ -185,7 +185,7 @@ def seen(settings: Settings, turns: Turns) -> Row:
 
 
 def cohorts(settings: Settings, turns: Turns) -> None:
-    """FedAvg with one step on ten images of each client, by engine and client_block."""
+    """Trains FedAvg with one step on ten images of each client, by engine and client_block."""
     clients = settings["clients"]
     with tempfile.TemporaryDirectory() as root:
         data = arrays(root, clients, 10, 1, 8, 8)
@@ -209,7 +209,7 @@ SENT: dict[str, Callable[[int, int, int], tuple[float, float]]] = {
 
 
 def processes(settings: Settings, turns: Turns) -> Row:
-    """MB through the first process in a round: the digits among 100 clients, 20 a round, a net of 33,610 weights."""
+    """Counts MB through the first process in a round: digits, 20 of 100 clients a round, a net of 33,610 weights."""
     size, fork = settings["processes"], get_context("fork")
     turns.ready()
     with socket.socket() as free, tempfile.TemporaryDirectory() as root:
@@ -226,7 +226,7 @@ def processes(settings: Settings, turns: Turns) -> Row:
 
 
 def member(rank: int, port: int, settings: Settings, root: str) -> None:
-    """One process of the run, which counts."""
+    """Trains as one process of the run, and counts."""
     size, rounds, counts = settings["processes"], settings["rounds"], Counter[str]()
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "cases"}
@@ -264,7 +264,7 @@ def repeated(turns: Turns, do: Callable[[], float | None]) -> None:
 
 
 def curvature(settings: Settings, turns: Turns) -> None:
-    """lambda_max of the Hessian of a transformer with LoRA, to a residual of 1e-3, or by 20 steps."""
+    """Measures lambda_max of the Hessian of a transformer with LoRA, to a residual of 1e-3, or by 20 steps."""
     samples, length = settings["samples"], 64
     net = fl.LoRA(fl.TextTransformer(30_000, length), targets=["q", "v"], rank=8, trained=["head"]).eval()
     named = {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -288,7 +288,7 @@ def by_differences(net: nn.Module, batches: list[Any], named: dict[str, Any]) ->
 
 
 def critical(net: nn.Module, batches: list[Any], named: dict[str, Any]) -> float:
-    """Critical sharpness along the gradient, as the first one of a run, without a warm start."""
+    """Measures critical sharpness along the gradient, as the first one of a run, without a warm start."""
     return critical_rate(net, LOSS, batches, gradient(net, LOSS, batches)).evaluations
 
 
@@ -319,13 +319,13 @@ LIBRARIES = {
 
 
 def images(n: int) -> tuple[Tensor, Tensor]:
-    """Random images of ten classes."""
+    """Returns random images of ten classes."""
     y = torch.randint(10, (n,))
     return torch.randn(n, 3, 32, 32) + torch.randn(10, 3, 32, 32)[y], y
 
 
 def products(settings: Settings, turns: Turns) -> None:
-    """A gradient of HsuCNN, or a product with its Hessian, with its graphs kept or without."""
+    """Computes a gradient of HsuCNN, or a product with its Hessian, with its graphs kept or without."""
     net, (x, y), what = fl.HsuCNN(), images(settings["samples"]), settings["what"]
     v = torch.randn(sum(p.numel() for p in net.parameters()))
     batches = list(zip(x.split(64), y.split(64), strict=True))
@@ -340,7 +340,7 @@ def products(settings: Settings, turns: Turns) -> None:
 
 
 def monitor(settings: Settings, turns: Turns) -> None:
-    """FedAvg on HsuCNN with the default monitor every ten rounds."""
+    """Trains FedAvg on HsuCNN with the default monitor every ten rounds."""
     x, y = images(settings["samples"] * 20 + 100)
     pixels = (40 * x.permute(0, 2, 3, 1) + 128).clamp(0, 255).to(torch.uint8).numpy()
     parts = np.split(np.arange(len(y) - 100), 20)
@@ -358,7 +358,7 @@ def here(name: str, function: Callable[..., Any], warm: int = 1, whole: bool = T
 
 
 def suites(small: bool) -> dict[str, tuple[list[Case], list[str]]]:
-    """The cases of each suite, and the columns of its table."""
+    """Returns the cases of each suite, and the columns of its table."""
     transformer = {"words": 100, "size": (16, 1, 2)} if small else {"words": 70_000, "size": (768, 12, 12)}
     many, wide, rounds, few = (50, 20, 3, 20) if small else (1_000_000, 1_000, 20, 256)
     blocks = [wide] if small else [1_000, 250, 100, 50, 10]

@@ -81,7 +81,7 @@ def join(new: Path, out: Path) -> None:
 
 
 def leg(text: str) -> tuple[str, float]:
-    """A leg and its seconds."""
+    """Parses a leg and its seconds."""
     name, _, seconds = text.partition("=")
     if name not in LEGS:
         raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(LEGS)}")

@@ -76,14 +76,14 @@ class Turns:
         self._answer(about)
 
     def done(self, seconds: float, **numbers: float) -> None:
-        """One unit is done."""
+        """Counts a unit that is done."""
         self._units.append({"seconds": seconds, **numbers})
         self.left -= 1
         if self.left == 0:
             self._answer(self._units)
 
     def end(self, numbers: dict[str, float] | None) -> None:
-        """The case has ended by itself; these numbers are of the whole."""
+        """Answers that the case has ended by itself; these numbers are of all of it."""
         self._answer([*self._units, *([numbers] if numbers else [])])
 
     def _answer(self, value: Any) -> None:
@@ -120,7 +120,7 @@ class Player:
         )  # fmt: skip
 
     def answer(self) -> Any:
-        """Its next line.
+        """Returns its next line.
 
         Raises:
             RuntimeError: If it has ended, or does not answer.
@@ -158,7 +158,7 @@ class Player:
         return sum(_status(pid, key) for pid in _tree(self.process.pid)) / 2**20
 
     def kept(self) -> list[int]:
-        """Which turns count: those without foreign load, or all if there are less than two of them."""
+        """Returns which turns count: those without foreign load, or all if there are less than two of them."""
         clean = [i for i, turn in enumerate(self.turns) if not turn.foreign > LOAD]
         return clean if len(clean) >= 2 else list(range(len(self.turns)))
 
@@ -199,7 +199,7 @@ class Watch:
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """Returns a process and all its descendants."""
     pids = [pid]
     for parent in pids:
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -209,7 +209,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _status(pid: int, key: str) -> float:
-    """A value in KiB of /proc/<pid>/status."""
+    """Returns a value in KiB of /proc/<pid>/status."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return next((float(line.split()[1]) for line in lines if line.startswith(key)), 0.0)
@@ -245,12 +245,12 @@ def _succeeds(do: Callable[[Player], object], player: Player) -> bool:
 
 
 def of(units: Sequence[dict[str, float]], key: str) -> list[float]:
-    """What units say of a number; those that do not say anything are left out."""
+    """Returns what units say of a number; those that do not say anything are left out."""
     return [unit[key] for unit in units if unit.get(key) is not None]
 
 
 def row(player: Player, players: Sequence[Player], against: Iterable[str] = ()) -> Row:
-    """The row of a case: medians, smallest and largest values, and ratios to other cases within the same turns."""
+    """Returns the row of a case: medians, smallest and largest values, ratios to other cases within the same turns."""
     kept = player.kept()
     turns = [player.turns[i] for i in kept]
     units = [unit for turn in turns for unit in turn.units]
@@ -274,7 +274,7 @@ def row(player: Player, players: Sequence[Player], against: Iterable[str] = ()) 
 
 
 def machine() -> str:
-    """The processor, its cores, how it computes in bfloat16, and torch."""
+    """Returns the processor, its cores, how it computes in bfloat16, and torch."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:

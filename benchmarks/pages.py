@@ -41,13 +41,13 @@ Row = dict[str, Any]
 
 
 def stored(path: Path) -> list[Row]:
-    """The rows of a CSV file."""
+    """Returns the rows of a CSV file."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def trained(name: str, args: str, *options: str) -> Path:
-    """The folder of a run with these arguments of ``fit``, which is trained if it is not there."""
+    """Returns the folder of a run with these arguments of ``fit``, which is trained if it is not there."""
     name = re.sub(r"[^\w.-]+", "_", name)
     if not (RUNS / name).exists():
         fl_lightning(["fit", *args.split(), *options, f"--trainer.default_root_dir={RUNS}", f"--trainer.name={name}"])
@@ -55,13 +55,13 @@ def trained(name: str, args: str, *options: str) -> Path:
 
 
 def swept(name: str, seeds: str) -> list[Row]:
-    """The trials of a sweep of the package; what lies in its folder is not trained again."""
+    """Returns the trials of a sweep of the package; what lies in its folder is not trained again."""
     fl_lightning(["sweep", f"sweeps/{name}", "--seeds", seeds, "--out", str(RUNS)])
     return stored(RUNS / name / "sweep.csv")
 
 
 def small(png: bytes | Path, scale: float = 1.0, colours: int = 64) -> Any:
-    """A picture at a part of its size, with a small palette."""
+    """Returns a picture at a part of its size, with a small palette."""
     from PIL import Image
 
     image = Image.open(png if isinstance(png, Path) else BytesIO(png)).convert("RGB")
@@ -71,7 +71,7 @@ def small(png: bytes | Path, scale: float = 1.0, colours: int = 64) -> Any:
 
 
 def runs(rows: Sequence[Row], *values: str) -> list[list[Row]]:
-    """The rows that have all these values in their columns, by seed."""
+    """Returns the rows that have all these values in their columns, by seed."""
     by_seed: dict[str, list[Row]] = {}
     for row in rows:
         if {*values} <= {*row.values()}:
@@ -80,7 +80,7 @@ def runs(rows: Sequence[Row], *values: str) -> list[list[Row]]:
 
 
 def spread(values: Sequence[float], digits: int, range_: bool = False) -> str:
-    """Mean and standard deviation over the seeds, or the lowest and the highest; ``-`` if one has no value."""
+    """Returns mean and standard deviation over the seeds, or the lowest and the highest; ``-`` if one has no value."""
     if math.isnan(sum(values)):
         return "-"
     if len(values) == 1:
@@ -126,7 +126,7 @@ OWN = ("FedAdamW", "FedMuon", "LocalMuon")
 
 
 def default_run(label: str) -> tuple[list[tuple[int, float]], torch.Tensor]:
-    """Accuracy by round, and the final weights, of a run with the class's defaults, such as ``FedDyn + SAM``."""
+    """Returns accuracy by round and the final weights of a run with the class's defaults, such as ``FedDyn + SAM``."""
     name, *parts = re.split(r" \+ | \(|\)$", label)
     settings = [WITH.get(part, "") for part in parts] + ["--model.optimizer null"] * (name in OWN)
     folder = trained(label, " ".join([DEFAULTS, name, *settings, PLAIN]))
@@ -136,7 +136,7 @@ def default_run(label: str) -> tuple[list[tuple[int, float]], torch.Tensor]:
 
 
 def algorithms(*pages: str) -> None:
-    """The figures of the pages of these names, or of all."""
+    """Draws the figures of the pages of these names, or of all."""
     by_page: dict[str, list[str]] = {}
     for entry in entries():
         by_page.setdefault(entry.page.removesuffix(".md"), []).append(entry.name)
@@ -146,7 +146,7 @@ def algorithms(*pages: str) -> None:
 
 
 def draw_algorithms(labels: list[str], runs: dict[str, Any], path: Path) -> None:
-    """Curves of all runs, and the training loss over two random directions, the same for all, of the first four."""
+    """Draws curves of all runs, and the training loss of the first four over the same two random directions."""
     data, net = fl.Digits(num_clients=50, batch_size=16, partition=fl.Dirichlet(0.05)), fl.DigitsMLP()
     data.setup("fit")
     loss, steps = torch.nn.CrossEntropyLoss(reduction="none"), torch.linspace(-1, 1, 25)
@@ -195,7 +195,7 @@ LATENESS = {"staleness": "client/staleness", "late": "client/late"}
 
 
 def clock() -> None:
-    """docs/clock.csv, a row an evaluation, and docs/clock.png."""
+    """Writes docs/clock.csv, a row an evaluation, and docs/clock.png."""
     rows: list[Row] = []
     for (devices, (seeds, settings)), (method, args) in [(d, m) for d in DEVICES.items() for m in CLOCK.items()]:
         for seed in seeds:
@@ -231,7 +231,7 @@ def draw_clock() -> None:
 
 
 def clock_table() -> str:
-    """A row for each kind of devices and method; the last tenth of the hour counts."""
+    """Returns a row for each kind of devices and method; the last tenth of the hour counts."""
     rows = stored(DOCS / "clock.csv")
     lines = [["devices", "method", "steps", "hours to 0.9", "accuracy", "lambda_max", "staleness", "late of 10"]]
     for devices, method in product(DEVICES, CLOCK):
@@ -259,14 +259,14 @@ UPLOADS = {"topk": ("rate",), "randk": ("rate",), "qsgd": ("levels", "bucket"), 
 
 
 def compression() -> None:
-    """docs/compression.csv, a row a measured round of sweeps/digits_compression, and docs/compression.png."""
+    """Writes docs/compression.csv, a row a measured round of sweeps/digits_compression, and docs/compression.png."""
     rows = [row for trial in swept("digits_compression", "0,1,2") for row in compressed(Path(trial["folder"]))]
     write_table(DOCS / "compression.csv", COMPRESSION, rows)
     draw_compression()
 
 
 def compressed(folder: Path) -> list[list[Any]]:
-    """A row for each measured round of a run."""
+    """Returns a row for each measured round of a run."""
     model = load_yaml((folder / "config.yaml").read_text())["model"]
     algorithm, upload = model["class_path"].rpartition(".")[2], "32 bits"
     for part in model["init_args"]["parts"] or ():
@@ -301,7 +301,7 @@ def compressed(folder: Path) -> list[list[Any]]:
 
 
 def draw_compression() -> None:
-    """lambda_max against training loss, one panel for each algorithm."""
+    """Draws lambda_max against training loss, one panel for each algorithm."""
     rows = stored(DOCS / "compression.csv")
     with new_figure(PAGE, 2.6) as figure:
         panels = figure.subplots(1, 2, sharex=True, sharey=True)
@@ -318,7 +318,7 @@ def draw_compression() -> None:
 
 
 def compression_table(loss: float = 0.1) -> str:
-    """Accuracy and lambda_max of the last round, and lambda_max where the loss first falls to ``loss``."""
+    """Returns accuracy and lambda_max of the last round, and lambda_max where the loss first falls to ``loss``."""
     rows = stored(DOCS / "compression.csv")
     heads = ["algorithm", "upload", "bits a number", "accuracy", "λ_max", f"λ_max at loss {loss:g}"]
     lines = [heads]
@@ -331,7 +331,7 @@ def compression_table(loss: float = 0.1) -> str:
 
 
 def at_loss(run: list[Row], loss: float) -> float:
-    """lambda_max where the training loss first falls to this value, linear in both logarithms; NaN if it never does."""
+    """Returns lambda_max where the training loss first falls to this value, linear in both logarithms; NaN if never."""
     points = [(math.log(float(row["train_loss"])), math.log(float(row["lambda_max"]))) for row in run]
     for (a, x), (b, y) in pairwise(points):
         if a > math.log(loss) >= b:
@@ -348,7 +348,7 @@ CLASS, SHARE, KIND = (
 
 
 def robustness() -> None:
-    """docs/robustness.csv, a row a setting of sweeps/digits_robustness, and docs/robustness.png."""
+    """Writes docs/robustness.csv, a row a setting of sweeps/digits_robustness, and docs/robustness.png."""
     accuracies: dict[tuple[str, ...], list[float]] = {}
     for trial in swept("digits_robustness", "0,1,2"):
         rule = CLASS.search(trial["trainer.aggregation"] or "mean")[1] + " 0.4" * (
@@ -364,7 +364,7 @@ def robustness() -> None:
 
 
 def draw_robustness() -> None:
-    """Accuracy by the share of bad clients: a row of panels for each method, a column for each kind."""
+    """Draws accuracy by the share of bad clients: a row of panels for each method, a column for each kind."""
     rows = stored(DOCS / "robustness.csv")
     methods, rules, kinds = (list(dict.fromkeys(row[key] for row in rows)) for key in ROBUST[:3])
     kinds.remove("none")
@@ -390,7 +390,7 @@ def draw_robustness() -> None:
 
 
 def theory_table() -> str:
-    """A row for each quantity of a theorem; of several values of a parameter the one with the largest error."""
+    """Returns a row for each quantity of a theorem; of several values of a parameter the one with the largest error."""
     rows = stored(DOCS / "theory/theory.csv")
     worst = dict[tuple[str, str, str], Row]()
     for row in rows:

@@ -45,7 +45,7 @@ COLUMNS = (
 
 
 def cases(work: str, method: str, common: dict[str, Any]) -> list[Case]:
-    """The contestants of a work and a method; peers only where they have it, and are installed."""
+    """Returns the contestants of a work and a method; peers only where they have it, and are installed."""
     small = work.startswith("W3")
     peers = {
         "pfl": method == "FedAvg" and work != "W2",
@@ -72,7 +72,7 @@ def cases(work: str, method: str, common: dict[str, Any]) -> list[Case]:
 
 
 def stored() -> list[Row]:
-    """The rows of the file, with numbers as numbers, without empty cells."""
+    """Returns the rows of the file, with numbers as numbers, without empty cells."""
     with CSV.open(newline="", encoding="utf-8") as file:
         return [
             {key: value if key in TEXT else float(value) for key, value in line.items() if value != ""}
@@ -90,13 +90,13 @@ def store(rows: list[Row]) -> None:
 
 
 def fill(text: str) -> str:
-    """The page with the tables of the file."""
+    """Returns the page with the tables of the file."""
     block = re.compile(r"(<!-- benchmarks -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
     return block.sub(lambda match: f"{match[1]}\n{tables(stored())}\n{match[2]}", text)
 
 
 def tables(rows: list[Row]) -> str:
-    """Medians of a round by machine and work: contestants by method, with the largest memory of a contestant."""
+    """Returns medians of a round by machine and work: contestants by method, each with its largest memory."""
     pieces = []
     for name, group in groupby(rows, lambda row: row["machine"]):
         pieces.append(f"**{name}**\n")
@@ -117,7 +117,7 @@ def tables(rows: list[Row]) -> str:
 
 
 def named(cells: Row) -> Row:
-    """A row of the harness by the names of the file."""
+    """Returns a row of the harness by the names of the file."""
     names = {"case": "contestant", "seconds": "round_s", "low": "round_min", "high": "round_max", "units": "rounds"}
     ratio = re.compile(r"vs (\w+)[^,]*(?:, (\w+))?")
     cells = {names.get(key, key): value for key, value in cells.items()}

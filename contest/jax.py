@@ -30,7 +30,7 @@ def pooled(x: Any) -> Any:
 
 
 def net(weights: Weights, x: Any, padding: str) -> Any:
-    """The logits of images ``(n, C, H, W)``: convolutions with ReLU and pooling, then linear layers."""
+    """Returns the logits of images ``(n, C, H, W)``: convolutions with ReLU and pooling, then linear layers."""
     *hidden, (w, b) = weights
     for w1, b1 in hidden:
         if w1.ndim == 4:
@@ -57,14 +57,14 @@ def initial(shapes: list[tuple[int, ...]]) -> Weights:
 
 
 def augmented(x: Any, top: Any, left: Any, flip: Any) -> Any:
-    """One crop and one flip for a whole batch."""
+    """Crops and flips a whole batch at once."""
     padded = jnp.pad(x, ((0, 0), (0, 0), (PAD, PAD), (PAD, PAD)))
     x = jax.lax.dynamic_slice(padded, (0, 0, top, left), x.shape)
     return jnp.where(flip, x[..., ::-1], x)
 
 
 def run(settings: dict[str, Any], turns: Turns) -> None:
-    """``form`` is float32, tf32 or bf16, ``vmap`` whether all clients train at once, ``device`` cpu or cuda.
+    """Trains; ``form`` is float32, tf32 or bf16, ``vmap`` whether all clients train at once, ``device`` cpu or cuda.
 
     Raises:
         RuntimeError: If JAX does not run there.
@@ -88,7 +88,7 @@ def run(settings: dict[str, Any], turns: Turns) -> None:
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1).mean()
 
     def train(w: Weights, x: Any, y: Any, draws: tuple[Any, ...]) -> Weights:
-        """All local steps of a client; its draws are its samples, and the crop and flip of each step."""
+        """Takes all local steps of a client; its draws are its samples, and the crop and flip of each step."""
 
         def step(w: Weights, step_draws: tuple[Any, ...]) -> tuple[Weights, None]:
             indices, *crop = step_draws

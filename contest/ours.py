@@ -57,7 +57,7 @@ class Steps(Callback):
 
 
 def model_of(work: Work, method: str) -> fl.LocalObjective:
-    """The package's algorithm with the workload's net."""
+    """Returns the package's algorithm with the workload's net."""
     sgd = fl.SGD(lr=work.lr, momentum=work.momentum)
     return getattr(fl, method)(net=getattr(fl, work.ours)(), optimizer=sgd, **OPTIONS[method])
 

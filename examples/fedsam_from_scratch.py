@@ -21,7 +21,7 @@ from fl_lightning.core.rng import generator
 
 
 def gradient(fabric: L.Fabric, net: nn.Module, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Gradient of the minibatch's mean loss at weights w, both (d,)."""
+    """Returns the gradient of the minibatch's mean loss at weights w, both (d,)."""
     parameters = list(net.parameters())
     vector_to_parameters(w, parameters)  # views of w, not copies
     with fabric.autocast():
@@ -30,7 +30,7 @@ def gradient(fabric: L.Fabric, net: nn.Module, w: Tensor, x: Tensor, y: Tensor) 
 
 
 def accuracy(fabric: L.Fabric, net: nn.Module, w: Tensor, x: Tensor, y: Tensor) -> float:
-    """Share of the samples that weights w classify correctly."""
+    """Returns the share of the samples that weights w classify correctly."""
     vector_to_parameters(w, net.parameters())
     net.eval()
     with torch.no_grad(), fabric.autocast():

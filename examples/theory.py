@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, theorem: int, clients: str, quantity: str, predicted: Tensor, seen: Tensor) -> "Row":
-        """Of two numbers, or of the norms of two vectors."""
+        """Makes the row of two numbers, or of the norms of two vectors."""
         norm = torch.linalg.vector_norm(predicted - seen) / torch.linalg.vector_norm(predicted)
         a, b = (float(x if x.ndim == 0 else torch.linalg.vector_norm(x)) for x in (predicted, seen))
         return cls(theorem, clients, quantity, a, b, float(norm))
@@ -126,7 +126,7 @@ def fit(model: LocalObjective, data: Arrays, cohorts: list[list[int]], callbacks
 
 
 def drift(out: Path) -> list[Row]:
-    """FedAvg's fixed point on quadratics, and its distance from the optimum to first order on any clients."""
+    """Compares FedAvg's fixed point on quadratics, and its distance from the optimum to first order on any clients."""
     problem, lr, rows, points = Problem("quadratic"), 0.1, list[Row](), list[Point]()
     for K in (2, 4, 8, 16, 32):
         Q = identity(problem.d) - matrix_power(identity(problem.d) - lr * problem.A, K)
@@ -199,7 +199,7 @@ def dual_errors(
 
 
 def duals(out: Path) -> list[Row]:
-    """Consensus and duals, with all clients in every round and with two of four."""
+    """Compares consensus and duals, with all clients in every round and with two of four."""
     rows = list[Row]()
     with new_figure(PAGE, 2.3) as figure:
         for axes, kind, rounds in zip(figure.subplots(1, 2), ("quadratic", "logistic"), (120, 400), strict=True):
@@ -230,7 +230,7 @@ def slope(errors: Tensor) -> Tensor:
 
 
 def perturbation(out: Path) -> list[Row]:
-    """FedSMOO with a single weight: the perturbation changes its sign each round, and weights and duals follow."""
+    """Runs FedSMOO with a single weight: its perturbation changes its sign each round, and weights and duals follow."""
     problem, lr, K, beta, rho = Problem("quadratic", d=1), 0.02, 5, 1.0, 0.01
     run = problem.train(FedSMOO, lr, 260, K, beta=beta, rho=rho)
     h = problem.A[:, 0, 0]

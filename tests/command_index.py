@@ -30,7 +30,7 @@ from tests.catalogue import HEADS, WIRE, entries
 
 
 def made() -> dict[str, Any]:
-    """The index, from the code."""
+    """Returns the index, made from the code."""
     with patch.dict(os.environ, COLUMNS="80"):
         commands = {name: of_command(name) for name in COMMANDS}
     texts = [*dict.fromkeys(text for command in commands.values() for text in command["help"])]
@@ -98,7 +98,7 @@ def of_action(action: Any) -> dict[str, Any]:
 
 
 def parts(hint: Any) -> Iterator[Any]:
-    """The types of which a type is made, without null."""
+    """Yields the types of which a type is made, without null."""
     if get_origin(hint) is Annotated:
         yield from parts(get_args(hint)[0])
     elif get_origin(hint) is Literal or not get_args(hint):
@@ -119,7 +119,7 @@ def is_own(kind: type) -> bool:
 
 
 def text(index: dict[str, Any]) -> str:
-    """The index as JSON, a line for each entry."""
+    """Returns the index as JSON, a line for each entry."""
     sections = []
     for name, value in index.items():
         if isinstance(value, dict):

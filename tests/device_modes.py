@@ -168,7 +168,7 @@ def has_values(x: Any) -> bool:
 
 
 def plain(x: Tensor) -> Tensor:
-    """The tensor within those of vmap and grad."""
+    """Returns the tensor within those of vmap and grad."""
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x

@@ -118,14 +118,14 @@ class Device:
         return x in self._storages
 
     def trainer(self, **settings: Any) -> FederatedTrainer:
-        """A trainer that trains here."""
+        """Returns a trainer that trains here."""
         trainer = FederatedTrainer(accelerator="cpu", threads=1, enable_progress_bar=False, **settings)
         trainer.launch()
         trainer.fabric.strategy._root_device = self.device  # type: ignore[attr-defined]
         return trainer
 
     def count(self, *kinds: str) -> int:
-        """Number of events of these kinds."""
+        """Returns the number of events of these kinds."""
         return sum(n for event, n in self.events.items() if event.kind in kinds)
 
     # for the modes
@@ -151,7 +151,7 @@ class Device:
         return x
 
     def kind_of_copy(self, x: Tensor, non_blocking: bool) -> str:
-        """The kind of a copy of a host's tensor: without pinned memory the host waits for all but a small one."""
+        """Returns the kind of a copy of a host's tensor: the host waits for all but pinned and small ones."""
         return "copy" if non_blocking and (x.nbytes <= PAGEABLE or x in self._pinned) else "wait"
 
     def makes(self, operation: Any, *arguments: Any) -> bool:
@@ -192,7 +192,7 @@ class Device:
             raise RuntimeError(f"operation not permitted when stream is capturing: {operation} at {where}")
 
     def _runtime(self) -> dict[str, Any]:
-        """What the package calls of ``torch.cuda``."""
+        """Returns what the package calls of ``torch.cuda``."""
 
         @contextmanager
         def graph(recorded: Graph, pool: object = None, capture_error_mode: str = "global") -> Iterator[None]:
@@ -229,14 +229,14 @@ class Storages:
         return storage_key(x) in self._known
 
     def add(self, x: Tensor) -> None:
-        """Adds that of a tensor."""
+        """Adds the memory of a tensor."""
         if len(self._known) % 4096 == 4095:
             self._known = {key: ref for key, ref in self._known.items() if not ref.expired()}
         storage = plain(x).untyped_storage()
         self._known[storage._cdata] = StorageWeakRef(storage)  # which keeps the address from being used again
 
     def drop(self, x: Tensor) -> None:
-        """Removes that of a tensor."""
+        """Removes the memory of a tensor."""
         self._known.pop(storage_key(x), None)
 
 
@@ -297,7 +297,7 @@ class Address:
         self.dtype, self.layout = x.dtype, (x.storage_offset(), x.size(), x.stride())
 
     def tensor(self) -> Tensor:
-        """The tensor there."""
+        """Returns the tensor there."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None:
             raise RuntimeError("a CUDA graph reads or writes memory that was freed after its capture")

@@ -174,7 +174,7 @@ class Soak:
             number += 1
 
     def _swept(self, file: Path, root: Path, kills: int) -> dict[str, Path]:
-        """The run folder of each trial of a sweep by two workers, which is started until all have finished."""
+        """Returns the run folder of each trial of a sweep by two workers, which is started until all have finished."""
         while True:
             with forked("sweep", str(file), "--jobs=2", f"--out={root}", cwd=self.folder) as child:
                 while child.poll() is None and self.kills["sweeps"] < kills:
@@ -193,7 +193,7 @@ class Soak:
             return {row["model"] + row["trainer.seed"]: Path(row["folder"]) for row in csv.DictReader(table)}
 
     def _unbroken(self, kind: str, args: list[str]) -> tuple[Path, float]:
-        """The run of the same kind that is not killed, and its seconds; sums by process differ in rounding."""
+        """Returns the run of the same kind that is not killed, and its seconds; sums by process differ in rounding."""
         key = ("two" if kind == "two processes" else "one", *args)
         if key not in self.whole:
             started, root = time.monotonic(), self.folder / "whole" / str(len(self.whole))
@@ -241,7 +241,7 @@ class Memory(Callback):
 
 
 def long_run(folder: Path, rounds: int) -> list[float]:
-    """Resident memory, MiB, of a run with faults, measurements and a checkpoint every ten rounds, ten times over."""
+    """Returns memory in MiB, ten times in a run with faults, measurements and a checkpoint every ten rounds."""
     memory, corruption = Memory(), Corrupt(0.1, "nan")
     trainer = FederatedTrainer(
         max_rounds=rounds, clients_per_round=5, eval_every=10, threads=1, engine="graphed", enable_progress_bar=False,
@@ -255,7 +255,7 @@ def long_run(folder: Path, rounds: int) -> list[float]:
 
 
 def workers(pid: int) -> list[int]:
-    """The processes that train for a sweep."""
+    """Returns the processes that train for a sweep."""
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -266,7 +266,7 @@ def workers(pid: int) -> list[int]:
 
 
 def incidents(folder: Path) -> str:
-    """The table of what befell the clients; empty without faults."""
+    """Returns the table of what befell the clients; empty without faults."""
     path = folder / "clients.csv"
     return path.read_text() if path.exists() else ""
 

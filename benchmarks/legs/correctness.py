@@ -61,7 +61,7 @@ SMALL = (
 
 
 def items(task: Task) -> dict[str, Item]:
-    """The checks, in order of value; compiling takes longest, so all but one of its checks are last."""
+    """Returns the checks, in order of value; compiling takes longest, so all but one of its checks are last."""
     device = task.device
     further = features.items(device)
     precisions: dict[str, Item] = {
@@ -105,7 +105,7 @@ def of_algorithms(names: Iterable[str], engines: Iterable[str], device: str) -> 
 
 
 def resume(engine: str, device: str) -> dict[str, Any]:
-    """Bit for bit: a run repeated, and one that is resumed, with rows in memory and on disk."""
+    """Compares bits: of a run repeated, and of one that is resumed, with rows in memory and on disk."""
     with folder() as path:
         options = {**ENGINES[engine], "precision": "32-true"}
         uninterrupted, repeated = (results(train(device, f"{path}/{i}", max_rounds=4, **options)) for i in range(2))
@@ -120,7 +120,7 @@ def resume(engine: str, device: str) -> dict[str, Any]:
 
 
 def precision(name: str, device: str, method: str = "FedSMOO", engine: str = "sequential") -> dict[str, Any]:
-    """The update of three rounds against that in float64 on the CPU."""
+    """Compares the update of three rounds with that in float64 on the CPU."""
     options = {"precision": "32-true", **PRECISIONS[name], **ENGINES[engine]}
     with folder() as path:
         actual = results(train(device, path, method, **options))
@@ -130,7 +130,7 @@ def precision(name: str, device: str, method: str = "FedSMOO", engine: str = "se
 
 
 def set_beforehand(device: str) -> dict[str, Any]:
-    """A program that has chosen the precision of matrix products is left with its choice, and a run has its own."""
+    """Checks that a program's own precision of matrix products stays its choice, beside that of a run."""
     precisions = {}
     for value in ("high", "medium"):
         torch.set_float32_matmul_precision(value)
@@ -142,7 +142,7 @@ def set_beforehand(device: str) -> dict[str, Any]:
 
 
 def flatness(name: str, device: str) -> dict[str, Any]:
-    """The largest relative difference of a measure's numbers to those of the CPU, float64; residuals are rounding."""
+    """Finds the largest relative difference of a measure's numbers to the CPU's, float64; residuals are rounding."""
     values = []
     for where in ("cpu", device):
         with folder() as path:
@@ -155,7 +155,7 @@ def flatness(name: str, device: str) -> dict[str, Any]:
 
 
 def processes(count: int, backend: str, device: str) -> dict[str, Any]:
-    """Processes that share one device, against one alone; NCCL takes one process a device."""
+    """Compares processes that share one device with one alone; NCCL takes one process a device."""
     with folder() as path:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -195,7 +195,7 @@ def last_error(output: str) -> str:
 
 
 def process(device: str, backend: str, path: str) -> None:
-    """One of them: it trains, and calls every collective of the package, which a run of one process leaves out."""
+    """Trains as one of them, and calls every collective of the package, which a run of one process leaves out."""
     from lightning.fabric.strategies import DDPStrategy
 
     trainer = fl.FederatedTrainer(

@@ -64,7 +64,7 @@ def data(
     augment: Mapping[str, Any] | None = None,
     stream: bool = False,
 ) -> fl.Arrays:
-    """Clients with 3 to 31 images of 5 classes."""
+    """Returns clients with 3 to 31 images of 5 classes."""
     rng = np.random.default_rng(0)
     pairs = [(rng.integers(0, 256, (n, size, size, 3), np.uint8), np.arange(n) % 5) for n in (*clients, 40)]
     crop = fl.Augment(**({"crop": 1} if augment is None else augment))
@@ -72,7 +72,7 @@ def data(
 
 
 def text() -> fl.Arrays:
-    """Clients with 3 to 24 texts of 5 tokens out of 20."""
+    """Returns clients with 3 to 24 texts of 5 tokens out of 20."""
     rng = np.random.default_rng(0)
     pairs = [(rng.integers(0, 20, (n, 5)), np.arange(n) % 5) for n in (19, 7, 12, 3, 24, 40)]
     return fl.Arrays(client_arrays=pairs[:-1], test=pairs[-1], batch_size=8)
@@ -264,7 +264,7 @@ CASES = {**{name: Case(partial(algorithm, name)) for name in algorithms.__all__}
 
 
 def items(device: str) -> dict[str, Item]:
-    """The checks of this file but for plain algorithms, in order of value; on the CPU, all for one engine each."""
+    """Returns the checks of this file but for plain algorithms, in order of value; on the CPU, one engine each."""
     checks: dict[str, Item] = {}
     for name, case in {**LONG, **NETS, **FEATURES}.items():
         for engine in case.engines:

@@ -48,7 +48,7 @@ def renew(page: Path, content: Found) -> None:
 
 
 def section(results: dict[str, Any]) -> str:
-    """The results of one machine."""
+    """Returns the results of one machine."""
     machine = results["machine"]
     versions = ", ".join(
         f"{name} {machine[key]}" for name, key in (("torch", "torch"), ("CUDA", "cuda"), ("Python", "python"))
@@ -72,7 +72,7 @@ def named(head: str, entries: Iterable[str], separator: str) -> list[str]:
 
 
 def correctness(items: Found) -> list[str]:
-    """How many checks hold by engine, with their largest difference; then each that does not hold."""
+    """Returns how many checks hold by engine, with their largest difference; then each that does not hold."""
     groups: dict[str, Found] = {}
     for name, value in items.items():
         last = name.rpartition(", ")[2]
@@ -102,14 +102,14 @@ def correctness(items: Found) -> list[str]:
 
 
 def reason(value: dict[str, Any]) -> str:
-    """What a failed check found, in brackets; nothing for an error, which is listed."""
+    """Returns what a failed check found, in brackets; nothing for an error, which is listed."""
     parts = [key for key, right in value.items() if right is False and key != "ok"]
     text = ", ".join(parts) or (f"{value['difference']:.1e}" if "difference" in value else "")
     return f" ({text})" if text and "error" not in value else ""
 
 
 def speed(items: Found) -> list[str]:
-    """Rates, next to a plain loop in the same format and to the floors; what is the same work stands together."""
+    """Returns rates, next to a plain loop in the same format and to the floors; the same work stands together."""
     floors = items.get("floors", {})
     loops = {(v["work"], v["method"], v["form"]): v for v in items.values() if v.get("who") == PLAIN}
     body: Lines = []
@@ -136,12 +136,12 @@ def speed(items: Found) -> list[str]:
 
 
 def what(v: dict[str, Any]) -> tuple[Any, ...]:
-    """What rows that stand together measure."""
+    """Returns what rows that stand together measure."""
     return v["work"], v["method"], v["seeds"], v["cohort"]
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds, to three digits."""
+    """Returns milliseconds, to three digits."""
     return f"{float(f'{seconds * 1e3:.3g}'):g}"
 
 
@@ -155,7 +155,7 @@ def share(floor: float | None, v: dict[str, Any]) -> str:
 
 
 def science(items: Found) -> list[str]:
-    """Runs in the leg's order, next to those of the ledger on a CPU, and to the papers' numbers."""
+    """Returns runs in the leg's order, next to those of the ledger on a CPU, and to the papers' numbers."""
     head = [
         "run", "rounds", "accuracy", "on the CPU", "lambda_max", "on the CPU",
         *(f"accuracy in {name}" for name in PAPERS), "lambda_max in FedGloSS", "ms a round",
@@ -185,7 +185,7 @@ def science(items: Found) -> list[str]:
 
 
 def ledger(name: str) -> dict[str, Any]:
-    """The row of the ledger with the settings of a run; nothing if there is none."""
+    """Returns the row of the ledger with the settings of a run; nothing if there is none."""
     return summary(read_run(*located(LEDGER / LEDGER_ROWS.get(name, name) / "seed_0")), ROUNDS, EVAL_LAST)
 
 
@@ -194,7 +194,7 @@ def accuracy(v: dict[str, Any]) -> str:
 
 
 def last_evaluations(v: dict[str, Any]) -> str:
-    """Accuracy of a run that was cut off, with its rounds."""
+    """Returns accuracy of a run that was cut off, with its rounds."""
     if "accuracy_of_last_evaluations" not in v:
         return ""
     rounds = v["rounds_of_last_evaluations"]
@@ -202,7 +202,7 @@ def last_evaluations(v: dict[str, Any]) -> str:
 
 
 def printed(algorithm: str, heterogeneity: str, table: dict[str, str]) -> str:
-    """A number of a paper's table, or nothing."""
+    """Returns a number of a paper's table, or nothing."""
     if table["paper"] == "fedgf":
         heterogeneity = PER_CLASS.get(heterogeneity, heterogeneity)
     fixed = {"dataset": "CIFAR10", "model": "HsuCNN", "participation": "5/100", "epochs": "1"}

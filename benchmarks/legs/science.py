@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
 
 def items(task: Task) -> dict[str, Item]:
-    """The runs, in order of value."""
+    """Returns the runs, in order of value."""
     if task.device == "cpu":
         jobs = [
             Job(name, rounds, 10, [*f"{SMALL} {row} --trainer.max_rounds {rounds}".split(), *callbacks(20)])
@@ -78,12 +78,12 @@ def items(task: Task) -> dict[str, Item]:
 
 
 def settings(name: str) -> list[str]:
-    """All settings of one of the six runs but data and engine."""
+    """Returns all settings of one of the six runs but data and engine."""
     return [*COMMON.split(), *ROWS[name].split(), *callbacks(500)]
 
 
 def callbacks(every: int) -> list[str]:
-    """Checkpoints and flatness; the whole list, since one that is appended to joins that of a continued run."""
+    """Returns checkpoints and flatness; the whole list, since one that is appended to joins that of a continued run."""
     flatness = {"every_n_rounds": every, "metrics": ["LambdaMax", "Updates"]}
     both = [("Checkpoints", {"every_n_rounds": every}), ("FlatnessMonitor", flatness)]
     return ["--trainer.callbacks", json.dumps([{"class_path": name, "init_args": args} for name, args in both])]
@@ -135,7 +135,7 @@ def until(command: list[str], end: float) -> tuple[int, str]:
 
 
 def summary(columns: Columns, rounds: int, eval_last: int) -> dict[str, Any]:
-    """What a run's metrics say: its accuracy if it is whole, otherwise that of the last evaluations, by another name.
+    """Returns what a run's metrics say: its accuracy, or that of the last evaluations by another name if it is cut off.
 
     Args:
         columns: The metrics by round.
@@ -160,13 +160,13 @@ def summary(columns: Columns, rounds: int, eval_last: int) -> dict[str, Any]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The last checkpoint of a run; a start that ended before its first one leaves an empty version."""
+    """Returns the last checkpoint of a run; a start that ended before its first one leaves an empty version."""
     checkpoints = folder.glob("version_*/checkpoints/last.ckpt")
     return max(checkpoints, key=lambda path: int(path.parts[-3].removeprefix("version_")), default=None)
 
 
 def engine_for(out: Path, device: str) -> str:
-    """The engine with the fastest round of W1 on this machine, auto if none was timed; graphed only if it was right."""
+    """Returns the engine with the fastest round of W1 here, auto if none was timed; graphed only if it was right."""
     content = json.loads(out.read_text()) if out.exists() else {}
     results = content.get(machine_name(machine(device)), {})
     wrong = any(is_failure(value) for name, value in results.get("correctness", {}).items() if is_graphed(name))

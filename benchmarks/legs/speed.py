@@ -51,7 +51,7 @@ HEAVY = replace(WORKS["W2"], name="W2, ResNet18GN", ours="ResNet18GN", net=resne
 
 
 def items(task: Task) -> dict[str, Item]:
-    """The measurements, in order of value; compiling takes longest, and is last."""
+    """Returns the measurements, in order of value; compiling takes longest, and is last."""
     chosen = List(task.device)
     return in_small(chosen) if task.device == "cpu" else in_full(chosen)
 
@@ -108,7 +108,7 @@ def in_full(chosen: List) -> dict[str, Item]:
 
 
 def in_small(chosen: List) -> dict[str, Item]:
-    """Something of every kind but compiled records, to try the program."""
+    """Returns something of every kind but compiled records, to try the program."""
     mlp, cnn = (replace(WORKS[name], cohort=3) for name in ("W3-MLP", "W3-CNN"))
     add = chosen.add
     for who in (PLAIN, "sequential", "batched", "graphed"):
@@ -158,7 +158,7 @@ class Times(Callback):
         self.longest = max(self.longest, new)
 
     def wall(self) -> dict[str, float]:
-        """The mean time of a round with all that a run does between two; without the last one, which is evaluated."""
+        """Returns the mean time of a round with all between two; without the last one, which is evaluated."""
         between = self.logged[self.warm - 1 : -1] if self.warm else []
         if len(between) < 2:
             return {}
@@ -167,7 +167,7 @@ class Times(Callback):
 
 
 def ours(work: Work, device: str, method: str, engine: str, form: str, seeds: int, free: bool) -> dict[str, Any]:
-    """This package; with several seeds as one program.
+    """Times this package; several seeds are one program.
 
     Rounds warm up, or a run of few steps where only one round counts and nothing is recorded.
     """
@@ -244,7 +244,7 @@ class Mixed(nn.Module):
 
 
 def loop(work: Work, device: str, method: str, form: str) -> dict[str, Any]:
-    """A deep copy and a torch optimizer for each client; the data lie on the device."""
+    """Times a loop with a deep copy and a torch optimizer for each client; the data lie on the device."""
     forget(device)
     net, data = work.net().to(device), [(x.to(device), y.to(device)) for x, y in work.data()]
     if form == "bf16":
@@ -274,7 +274,7 @@ class Operations(TorchDispatchMode):
 
 
 def cost(trainer: plain.FedAvg, work: Work, client: tuple[torch.Tensor, torch.Tensor]) -> dict[str, int]:
-    """FLOPs and operations of one local step."""
+    """Returns FLOPs and operations of one local step."""
     local = copy.deepcopy(trainer.net)
     batches = list(islice(work.batches(*client), 1))
     with FlopCounterMode(display=False) as flops:
@@ -285,7 +285,7 @@ def cost(trainer: plain.FedAvg, work: Work, client: tuple[torch.Tensor, torch.Te
 
 
 def jax_rounds(work: Work, device: str, who: str, form: str) -> dict[str, Any]:
-    """JAX on the same device."""
+    """Times JAX on the same device."""
     spec = {name: getattr(work, name) for name in ("clients", "cohort", "samples", "batch", "steps")}
     cells = peer(work, "JAX", JAX_SECONDS, **spec, device=device, form=form, vmap=who == JAX)
     peak = {"peak_gb": cells["device_gb"]} if "device_gb" in cells else {}
@@ -300,12 +300,12 @@ def jax_rounds(work: Work, device: str, who: str, form: str) -> dict[str, Any]:
 
 
 def pfl(work: Work) -> dict[str, Any]:
-    """pfl, on the device that it chooses."""
+    """Times pfl, on the device that it chooses."""
     return peer(work, "pfl", 1.0, steps=work.steps)["about"]
 
 
 def peer(work: Work, who: str, seconds: float, form: str = "float32", **settings: Any) -> Row:
-    """A contestant in a process of its own; what is reported of every one is ``about``.
+    """Times a contestant in a process of its own; what is reported of every one is ``about``.
 
     Raises:
         RuntimeError: If it fails.
@@ -341,7 +341,7 @@ def timed(do: Callable[[], object], device: str) -> float:
 
 
 def floors(device: str) -> dict[str, Any]:
-    """Small operations a second, launched one by one and as a CUDA graph, and FLOP/s of a large matrix product."""
+    """Counts small operations a second, launched one by one and as a CUDA graph, and FLOP/s of a large product."""
     x, y = torch.randn(2, 64, device=device)
     count, size = 1000, 512 if device == "cpu" else 8192
 

@@ -68,7 +68,7 @@ def stream(seed: int, purpose: str, t: int, client: int) -> torch.Generator:
 
 
 def transcribed(options: Mapping[str, Any], x: Vector, t: int, client: int) -> tuple[Vector, int]:
-    """C(x) and its bits, coordinate by coordinate, for 64 bits a number."""
+    """Returns c(x) and its bits, coordinate by coordinate, for 64 bits a number."""
     d, method = len(x), options["method"]
     if method in ("topk", "randk"):
         k = max(1, round(options["rate"] * d))
@@ -96,7 +96,7 @@ def transcribed(options: Mapping[str, Any], x: Vector, t: int, client: int) -> t
 
 @each_method
 def test_transcription(options: dict[str, Any], golden: Golden) -> None:
-    """Uploads, residuals, models and bits of each round, from the local models and the draws by key alone."""
+    """Uploads, residuals, models and bits of each round follow from the local models and the draws by key alone."""
     run, record = golden.run(FedAvg(golden.net(), parts=[Compress(**options)], optimizer=SGD(0.1)))
     bits, residuals = 0, dict[int, Vector]()
     remembers = options.get("error_feedback", options["method"] != "qsgd")
@@ -132,7 +132,7 @@ def test_engines_agree(algorithm: Any, options: dict[str, Any], golden: Golden) 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", ["topk", "randk"])
 def test_rate_1_is_the_algorithm(method: Any, engine: str, golden: Golden) -> None:
-    """To the bit, with the same bits on the wire and the same rows, also of algorithms that allow no compression."""
+    """It is to the bit, on the wire and in the rows, also for algorithms that allow no compression."""
     plain, _ = golden.run(FedDyn(golden.net()), np.float32, engine=engine)
     run, _ = golden.run(FedDyn(golden.net(), parts=[Compress(method, rate=1)]), np.float32, engine=engine)
     same(run, plain)
@@ -213,7 +213,7 @@ def test_sign() -> None:
     "method", [TopK(0.1), RandK(0.1, True), QSGD(15, 512, 2.0), QSGD(1, None, 1.0), QSGD(300, 7, 1.0), Sign()]
 )
 def test_codes(method: Compressor, dtype: torch.dtype) -> None:
-    """Bytes as many as the bits that are counted, of which the other side makes the same vector to the bit."""
+    """Bytes are as many as the bits that are counted, and the other side makes the same vector of them, to the bit."""
     for d in (1, 2, 3, 64, 65, 1000):
         x, number = torch.randn(d, generator=torch.Generator().manual_seed(d)).to(dtype) * 1e-3, 8 * dtype.itemsize
         if isinstance(method, QSGD):
@@ -327,7 +327,7 @@ def test_a_corrupted_upload(golden: Golden) -> None:
 
 @pytest.mark.parametrize("options", METHODS[:4], ids=NAMES[:4])
 def test_privacy_clips_what_arrives(options: dict[str, Any], golden: Golden) -> None:
-    """Residual, compression, decoding, then the clip, the sum, and the noise; what the clip cuts is not kept."""
+    """Residual, compression and decoding come before the clip, the sum and the noise; what the clip cuts is not kept."""
     private = GaussianPrivacy(clip=0.05, noise_multiplier=0, delta=0.1)
     model = FedAvg(golden.net(), weighting="uniform", parts=[Compress(**options)])
     _, record = golden.run(model, privacy=private, sampler=UniformSampler(2))
@@ -413,7 +413,7 @@ def test_kill_9(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """Residuals are rows like others: the same bits as one process."""
+    """Residuals are rows like others: the bits are those of one process."""
     one = run("fit", *PARTS, "--trainer.max_rounds=4", root=tmp_path / "one", model="SCAFFOLD")
     two = launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *PARTS, "--trainer.max_rounds=4", cwd=tmp_path)
     assert_same(state(two), state(one))

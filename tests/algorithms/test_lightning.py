@@ -125,7 +125,7 @@ def test_hyperparameters_are_those_of_the_outermost_constructor() -> None:
 
 
 def test_any_checkpoint_with_the_two_keys_loads(tmp_path: Path) -> None:
-    """What fl_lightning's checkpoints need to be read by Lightning: its version, hparams and a state_dict."""
+    """Lightning reads a checkpoint of fl_lightning by its version, hparams and a state_dict."""
     saved = Tuned(linear(), gain=2.0, beta=5.0)
     content = {
         "pytorch-lightning_version": L.__version__,
@@ -143,7 +143,7 @@ def test_any_checkpoint_with_the_two_keys_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ascent", [None, ASAM(0.5)])
 def test_train_loss_is_at_the_weights(tmp_path: Path, ascent: Any) -> None:
-    """The mean over the epoch of the losses before each step; SAM's second pass does not count."""
+    """It is the mean over the epoch of the losses before each step; SAM's second pass does not count."""
     objective, seen = FedAvg(net=linear(), optimizer=SGD(0.5), ascent=ascent), []
 
     class Watch(L.Callback):
@@ -157,7 +157,7 @@ def test_train_loss_is_at_the_weights(tmp_path: Path, ascent: Any) -> None:
 
 
 def test_metric_of_an_epoch_is_no_mean_over_batches(tmp_path: Path) -> None:
-    """The data module's metric object, updated by batch and computed once."""
+    """The data module's metric object is updated by batch and computed once."""
 
     class Largest(Metric):
         def __init__(self) -> None:

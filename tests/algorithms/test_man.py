@@ -33,7 +33,7 @@ from tests.problem import Golden
 
 
 def term(net: nn.Module, x: Tensor, **options: Any) -> Tensor:
-    """The sum of the layers' mean squares, by sample."""
+    """Returns the sum of the layers' mean squares, by sample."""
     with MAN(2.0, **options).further(net) as values:
         net(x)
     return values(len(x))
@@ -152,7 +152,7 @@ def test_neutral_and_at_work(golden: Golden) -> None:
 
 
 def test_values_of_the_spec(golden: Golden) -> None:
-    """Mean squares and lambda_max as published for the problem; evaluation is of the loss alone."""
+    """Mean squares and the loss are as published for the problem; evaluation is of the loss alone."""
     net = golden.net().double()
     conv = 0.1816841194, 0.1812597481, 0.1718551208, 0.1827844824
     fc1 = 0.1343944718, 0.1098427747, 0.1007134019, 0.1326453826
@@ -178,7 +178,7 @@ def test_flatness_of_the_spec(golden: Golden) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("method", [FedAvg, FedGMT, FedSOL])
 def test_engines_agree_where_minibatches_are_padded(tmp_path: Path, method: type[LocalObjective]) -> None:
-    """With teachers, which do not count, and with other losses than the objective's, too."""
+    """They do with teachers, which do not count, and with other losses than the objective's, too."""
     runs = []
     for engine in ("sequential", "batched", "graphed"):
         torch.manual_seed(0)

@@ -147,7 +147,7 @@ def kept() -> SGD:
 
 
 def same(a: Run, b: Run, places: float = 0.0) -> None:
-    """Server and clients' rows."""
+    """Compares the server and the clients' rows."""
     for ours, theirs in ((a.server, b.server), *((row, b.clients.rows()[k]) for k, row in a.clients.rows().items())):
         for name in theirs:
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=places)
@@ -170,7 +170,7 @@ def test_engines_agree(part: Part, algorithm: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("parts", [[TopK(1.0)], [Personal([])], [Personal([]), TopK(1.0)]])
 def test_parts_without_effect_are_fedavg(parts: list[Part], engine: str, tmp_path: Path) -> None:
-    """To the bit, on the wire as well."""
+    """They are to the bit, on the wire as well."""
     plain, _ = fit(tmp_path / "plain", made(FedDyn), engine, precision="32-true")
     run, _ = fit(tmp_path / "parts", made(FedDyn, parts=parts), engine, precision="32-true")
     same(run, plain)
@@ -261,7 +261,7 @@ HALF = ["--model.parts+=Personal", "--model.parts.keep=['3.*']", f"--model.parts
 
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
-    """Dotted paths; a run that is resumed has the same bits, with the parts' rows."""
+    """Parts are named by dotted paths; a run that is resumed has the same bits, with the parts' rows."""
     fedavg = run("fit", root=tmp_path / "a")
     neutral = run("fit", f"--model.parts=[{__name__}.TopK]", "--model.parts.rate=1.0", root=tmp_path / "b")
     assert_same(without_rows(neutral), without_rows(fedavg))

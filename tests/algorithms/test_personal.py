@@ -69,7 +69,7 @@ def made(golden: Golden, algorithm: Any = FedAvg, part: Part | None = None, **op
 
 
 def equal(a: Run, b: Run) -> None:
-    """Server, rows and bits."""
+    """Compares server, rows and bits."""
     for ours, theirs in ((a.server, b.server), *((row, b.clients.rows()[k]) for k, row in a.clients.rows().items())):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert a.clients.rows().keys() == b.clients.rows().keys() and a.state.total_bits == b.state.total_bits
@@ -78,7 +78,7 @@ def equal(a: Run, b: Run) -> None:
 @pytest.mark.sampled(quick=8, slow=2, start=1)
 @pytest.mark.parametrize("name", [name for name in algorithms.__all__ if name not in AVERAGES_MOMENTS])
 def test_what_stays_is_not_of_the_server(name: str, golden: Golden) -> None:
-    """Kept coordinates: the initial ones of the server's models, exactly 0 of duals and variates; of no bits."""
+    """Kept coordinates are initial in the server's models, exactly 0 in duals and variates, and cost no bits."""
     run, record = golden.run(made(golden, getattr(algorithms, name)), max_rounds=3)
     objective, initial = run.objective, record.server[0].w[-OWN:]
     assert not torch.equal(record.server[1].w[:-OWN], record.server[0].w[:-OWN])
@@ -99,7 +99,7 @@ def test_what_stays_is_not_of_the_server(name: str, golden: Golden) -> None:
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_keep_all_is_local_training(engine: Any, golden: Golden) -> None:
-    """To the bit: each participation of a client continues from its last one; nothing travels, the server rests."""
+    """It is to the bit: each participation of a client continues its last one; nothing travels, the server rests."""
     run, record = golden.run(made(golden, part=Personal(["*"])), engine=engine)
     w0, models = record.server[0].w, dict[int, Tensor]()
     assert torch.equal(run.server.w, w0) and not run.state.total_bits
@@ -123,7 +123,7 @@ def test_keep_all_under_rules_of_what_travels(golden: Golden) -> None:
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("algorithm", [FedAvg, algorithms.SCAFFOLD, algorithms.FedGMT, NaiveFedGloSS])
 def test_keep_nothing_is_the_algorithm(algorithm: Any, golden: Golden) -> None:
-    """To the bit; so is FedBN on a net without BatchNorm, which says so."""
+    """It is to the bit; so is FedBN on a net without BatchNorm, which says so."""
     plain, _ = golden.run(algorithm(net=golden.net()))
     run, _ = golden.run(algorithm(net=golden.net(), parts=[Personal([])]))
     equal(run, plain)
@@ -157,7 +157,7 @@ def test_a_parameter_of_two_modules_has_both_names(keep: str) -> None:
 
 
 def test_a_single_client_is_fedavg(golden: Golden) -> None:
-    """Its head is never reset; to rounding, since the server adds the mean difference to its model."""
+    """Its head is never reset; they agree to rounding, since the server adds the mean difference to its model."""
     sampler = ReplaySampler([[1]] * 5)
     _, plain = golden.run(FedAvg(net=golden.net()), sampler=sampler, max_rounds=5)
     _, record = golden.run(made(golden, optimizer=SGD()), sampler=sampler, max_rounds=5)
@@ -220,14 +220,14 @@ def test_refused(golden: Golden) -> None:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """FedPer over the quickstart's net."""
+    """Trains FedPer over the quickstart's net."""
     root = tmp_path_factory.mktemp("done")
     return run("fit", f"--config={PRESETS / 'FedPer.yaml'}", "--trainer.callbacks+=FlatnessMonitor", root=root)
 
 
 @pytest.mark.slow
 def test_evaluation_of_a_checkpoint(done: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """test evaluates the clients' own models, as training did; what needs a global model says that there is none."""
+    """``test`` evaluates the clients' own models, as training did; what needs a global model says that there is none."""
     checkpoint = str(done / "checkpoints/last.ckpt")
     final = {name: values[-1][1] for name, values in metrics(done).items()}
     cli("test", "--ckpt_path", checkpoint)
@@ -264,7 +264,7 @@ def test_a_landscape_compares_no_run_without_a_global_model(parts: Sequence[str]
 
 
 def loss_by_class(golden: Golden, net: nn.Module, k: int) -> float:
-    """On the test set, each class weighted by its share of the client's data."""
+    """Returns the loss on the test set, each class weighted by its share of the client's data."""
     x, y = torch.as_tensor(golden.test[0]).double(), torch.as_tensor(golden.test[1]).long()
     losses = nn.functional.cross_entropy(net(x), y, reduction="none")
     counts = torch.bincount(torch.as_tensor(golden.arrays[k][1]).long(), minlength=4).double()
@@ -272,7 +272,7 @@ def loss_by_class(golden: Golden, net: nn.Module, k: int) -> float:
 
 
 def test_export(done: Path, tmp_path: Path) -> None:
-    """A client's own model: what is shared from the server, what stays from its row."""
+    """A client's own model has what is shared from the server, and what stays from its row."""
     checkpoint, content = str(done / "checkpoints/last.ckpt"), last(done)
     client = int(content["clients"]["ids"][-1])
     cli("export", checkpoint, str(tmp_path / "net.pt"), "--client", str(client))
@@ -303,7 +303,7 @@ def test_own_statistics(policy: Any, golden: Golden) -> None:
 
 
 def test_own_statistics_are_evaluated_by_a_monitor(golden: Golden) -> None:
-    """FedBN with the measure that its page recommends."""
+    """This is FedBN with the measure that its page recommends."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
     objective = LocalObjective(net, optimizer=SGD(0.1), buffers="local", parts=[Personal(["type:BatchNorm*"])])
     run, _ = golden.run(objective, max_rounds=1, callbacks=[FlatnessMonitor(1, [ClientEvaluation()])])
@@ -311,7 +311,7 @@ def test_own_statistics_are_evaluated_by_a_monitor(golden: Golden) -> None:
 
 
 def test_no_own_model_is_normalized_by_what_it_is_tested_on(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither new ones after adaptation nor local ones."""
+    """Neither new ones after adaptation are, nor local ones."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
     objective = LocalObjective(net, optimizer=SGD(0.1), buffers="local", parts=[Personal(["type:BatchNorm*"])])
     monitor = FlatnessMonitor(1, [ClientEvaluation(local_models=True, adapt_epochs=1)])
@@ -347,7 +347,7 @@ def test_no_more_eigenvalues_than_shared_weights(golden: Golden) -> None:
 
 
 def test_graphs_of_many_clients_have_one_budget(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the products are the same to the bit."""
+    """The products are the same to the bit."""
     values = [
         golden.run(made(golden), max_rounds=2, callbacks=[FlatnessMonitor(2, [LambdaMax()])])[0].metrics
         for _ in range(2)
@@ -373,7 +373,7 @@ RULES = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.01}
 
 
 def steps(golden: Golden, k: int, w: Tensor, names: str, n: int, pull: float = 0.0, to: Tensor | None = None) -> Tensor:
-    """Steps by torch.optim.SGD of the parameters whose names match, on the whole data of a client."""
+    """Takes steps by torch.optim.SGD of the parameters whose names match, on all data of a client."""
     net = golden.net().double()
     nn.utils.vector_to_parameters(w.clone(), net.parameters())
     anchors = [] if to is None else to.split([p.numel() for p in net.parameters()])
@@ -390,7 +390,7 @@ def steps(golden: Golden, k: int, w: Tensor, names: str, n: int, pull: float = 0
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_fedrep(engine: Any, golden: Golden) -> None:
-    """Head, then body, by torch's SGD; what is frozen is bitwise unchanged, and steps are those of both."""
+    """Head, then body train by torch's SGD; what is frozen is bitwise unchanged, and steps are those of both."""
     part, phases = Personal(HEAD, epochs_alone=2), Phases()
     objective = made(golden, part=part, optimizer=SGD(**RULES))
     run, record = golden.run(objective, max_rounds=4, engine=engine, callbacks=[phases])
@@ -486,14 +486,14 @@ def test_one_stream_of_minibatches(golden: Golden) -> None:
 
 
 def test_ditto_of_no_pull_is_local_training(golden: Golden) -> None:
-    """To the bit: that of keeping everything, whose minibatches are the same."""
+    """It is to the bit that of keeping everything, whose minibatches are the same."""
     _, record = golden.run(made(golden, part=Ditto(0.0)))
     _, alone = golden.run(made(golden, part=Personal(["*"])))
     assert all(torch.equal(row.own, alone.client[-1][k].own) for k, row in record.client[-1].items())
 
 
 def test_ditto_at_the_longest_step(golden: Golden) -> None:
-    """lr lam = 1: ``v <- w^t - lr g(v)``."""
+    """With lr lam = 1 it is ``v <- w^t - lr g(v)``."""
     _, record = golden.run(made(golden, part=Ditto(10.0), optimizer=SGD(0.1)), local_steps=1)
     w0 = record.server[0].w
     for k in golden.schedule[0]:
@@ -508,7 +508,7 @@ def test_training_alone_starts_afresh(golden: Golden) -> None:
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 def test_new_clients(engine: Any, golden: Golden) -> None:
-    """Held out of all cohorts: as they are, and after epochs of the head alone by torch's SGD; nothing is kept."""
+    """They are evaluated as they are, and after epochs of the head alone by torch's SGD; nothing is kept."""
     sampler, monitor = UniformSampler(2, held_out=2), FlatnessMonitor(3, [ClientEvaluation(adapt_epochs=4)])
     options: dict[str, Any] = {"sampler": sampler, "max_rounds": 3, "engine": engine}
     run, _ = golden.run(made(golden, optimizer=SGD(**RULES)), callbacks=[monitor], **options)
@@ -570,7 +570,7 @@ def test_perturbed_weights(engine: Any, golden: Golden) -> None:
 
 
 def test_alternation_with_a_radius_of_zero(golden: Golden) -> None:
-    """Is FedRep; nothing kept is FedAvg whatever else is set."""
+    """It is FedRep; nothing kept is FedAvg whatever else is set."""
     fedrep, _ = golden.run(made(golden, part=Personal(HEAD, epochs_alone=1)))
     run, _ = golden.run(made(golden, part=Personal(HEAD, epochs_alone=1), ascent=SAM(0.0)))
     torch.testing.assert_close(run.server.w, fedrep.server.w, rtol=0, atol=1e-12)
@@ -583,7 +583,7 @@ def test_alternation_with_a_radius_of_zero(golden: Golden) -> None:
 
 @pytest.mark.slow
 def test_flatness(golden: Golden) -> None:
-    """Of each client's own model, and of what is shared: the block of the weighted sum, against dense Hessians."""
+    """Dense Hessians agree: of each client's own model, and as the block of the weighted sum for what is shared."""
     measures = [
         ClientLambdaMax(clients="own", tol=1e-6),
         HessianTrace(probes=5, samples=None),

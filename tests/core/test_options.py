@@ -110,7 +110,7 @@ def test_intervals(interval: str, inside: list[float], outside: list[float], wor
 
 
 def test_right_values_pass() -> None:
-    """Ints for floats, numbers of NumPy, tuples for lists, paths for text, null where it may be."""
+    """Ints pass for floats, numbers of NumPy, tuples for lists, paths for text, null where it may be."""
     assert SGD(lr=1, momentum=np.float32(0.5), clip=None).momentum == 0.5
     assert Digits(num_clients=np.int64(3), mean=(0.5,), std=np.array([0.5])).num_clients == 3
     assert Checkpoints(every_n_rounds=3, monitor=None).every_n_rounds == 3

@@ -39,7 +39,7 @@ def test_draws_of_another_number_of_rows_are_refused() -> None:
 
 @pytest.mark.parametrize("size", [4, 5, 30])
 def test_cutout_is_one_clipped_hole(size: int) -> None:
-    """As in DeVries and Taylor's code: from ``centre - size // 2``, ``size`` wide, cut off at the edges."""
+    """As in DeVries and Taylor's code, it starts at ``centre - size // 2``, is ``size`` wide and cut off at the edges."""
     augment = Augment(0, False, cutout=size)
     drawn = draws(augment, [40])
     x, _ = augment.finalize(X.clone(), torch.zeros(40), drawn, 2)
@@ -174,7 +174,7 @@ def net(side: int = 6) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"granularity": "batch", "window": 4}], ids=["samples", "batches, window"])
 def test_engines_agree(options: dict[str, Any], tmp_path: Path) -> None:
-    """Clients of one to five steps, the last minibatch short; both passes of SAM see one batch, so does the teacher."""
+    """Clients take one to five steps, the last minibatch is short; SAM's passes and the teacher see one batch."""
 
     def objective() -> LocalObjective:
         return FedGMT(net=net(options.get("window", 6)), ascent=SAM(0.1), optimizer=SGD(0.1, momentum=0.9))
@@ -205,7 +205,7 @@ def test_blocks_mix_within_a_minibatch() -> None:
 
 
 def test_mixup_by_hand(tmp_path: Path) -> None:
-    """A run against a plain loop with the two-term loss, at both points of SAM."""
+    """A run agrees with a plain loop with the two-term loss, at both points of SAM."""
     module = data()
     module.augment = Augment(0, False, mixup=1.0)
     objective = FedAvg(net=net(), ascent=SAM(0.1), optimizer=SGD(0.1))

@@ -45,7 +45,7 @@ class Toy(FederatedDataModule):
 
 
 def toy(arrays=None, **kwargs):
-    """Its test set is part of the training set, so it warns."""
+    """Sets up images whose test set is part of the training set, so it warns."""
     data = Toy(**{"num_clients": 4, "batch_size": 4, **kwargs})
     data.arrays = arrays or Toy.arrays
     data.setup()
@@ -570,7 +570,7 @@ def test_faulty_client_arrays(kwargs, message):
 
 
 def write_idx(folder, train, x, y):
-    """MNIST's own file format."""
+    """Writes MNIST's own file format."""
     prefix = "train" if train else "t10k"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 0x803, *x.shape) + x.tobytes())

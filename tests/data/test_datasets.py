@@ -77,7 +77,7 @@ def test_cifar100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(data: Any, net: nn.Module, folder: Path) -> Run:
-    """A round of every client."""
+    """Trains a round of every client."""
     trainer = FederatedTrainer(
         max_rounds=1, clients_per_round=data.num_clients, engine="sequential", accelerator="cpu", callbacks=[],
         default_root_dir=str(folder / "runs"), enable_progress_bar=False,
@@ -119,7 +119,7 @@ def test_cinic10(valid: bool, tmp_path: Path) -> None:
 
 
 def test_basic_english() -> None:
-    """By the rules of torchtext's tokeniser."""
+    """It follows the rules of torchtext's tokenizer."""
     text = 'It\'s "Wall St." (Reuters): up,down; 3.5<br />why?!  end'
     want = "it ' s wall st . ( reuters ) up , down 3 . 5 why ? ! end"
     assert basic_english(text) == want.split()
@@ -186,7 +186,7 @@ def test_broken_news(row: tuple[str, ...], message: str, tmp_path: Path) -> None
 
 
 def landmarks(folder: Path, nested: bool) -> list[str]:
-    """Five photographs of three users, of two sizes; two to test."""
+    """Writes five photographs of three users, of two sizes; two to test."""
     names = [f"{i}a{i:014x}" for i in range(7)]
     photographs = {name: np.full((20 + i, 30, 3), 30 * i, np.uint8) for i, name in enumerate(names)}
     users = ["10", "2", "10", "7", "2"]

@@ -51,7 +51,7 @@ def splits() -> Any:
 
 
 def written(form: str, folder: Path) -> Any:
-    """The same data set: as an object, by ``save_to_disk``, or as a file for each split."""
+    """Returns the same data set: as an object, by ``save_to_disk``, or as a file for each split."""
     data = splits()
     if form == "object":
         return data
@@ -66,7 +66,7 @@ def written(form: str, folder: Path) -> Any:
 
 
 def weights(data: Any, net: nn.Module, folder: Path) -> torch.Tensor:
-    """After three rounds of all clients."""
+    """Returns the weights after three rounds of all clients."""
     torch.manual_seed(0)
     for module in net.modules():
         if isinstance(module, nn.Linear):
@@ -79,7 +79,7 @@ def weights(data: Any, net: nn.Module, folder: Path) -> torch.Tensor:
 
 
 def by_user(x: Any, y: Any) -> Arrays:
-    """Arrays of the users in the order of their numbers."""
+    """Returns arrays of the users in the order of their numbers."""
     users = np.array(USERS)
     parts = [(x[:12][users == user], y[:12][users == user]) for user in ("7", "9", "10")]
     return Arrays(client_arrays=parts, test=(x[12:], y[12:]), batch_size=2)
@@ -90,7 +90,7 @@ def by_user(x: Any, y: Any) -> Arrays:
     [("object", "vector"), ("object", "image"), ("disk", "image"), ("parquet", "an"), ("csv", "an"), ("json", "an")],
 )
 def test_equals_the_same_arrays(form: str, inputs: str, tmp_path: Path) -> None:
-    """To the bit, after three rounds over clients by a column."""
+    """It does to the bit, after three rounds over clients by a column."""
     x = {"vector": NUMBERS, "image": PIXELS, "an": np.stack([NUMBERS[:, 0], 2.0 * LABELS], 1)}[inputs]
     columns: Any = ["a", "n"] if inputs == "an" else inputs
     net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].size, 4))
@@ -285,7 +285,7 @@ def test_what_is_no_data_set_of_pairs_is_refused() -> None:
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:
-    """With several input columns, and the client of each sample."""
+    """The run has several input columns, and the client of each sample."""
     path = written("csv", tmp_path)
     cli(
         "fit", "--model=FedAvg", "--model.net=FullyConnected", "--model.net.in_features=2", "--model.net.hidden=[]",

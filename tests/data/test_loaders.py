@@ -24,7 +24,7 @@ QUIET: dict[str, Any] = {
 
 
 def numbered(**kwargs: Any) -> Arrays:
-    """Samples that hold their own number: 50 of two clients, 10 to validate, 9 to test."""
+    """Returns samples that hold their own number: 50 of two clients, 10 to validate, 9 to test."""
     x, y = np.arange(60.0, dtype=np.float32)[:, None], np.arange(60) % 3
     half = [(x[:30], y[:30]), (x[30:], y[30:])]
     test = (100 + np.arange(9.0, dtype=np.float32)[:, None], np.arange(9) % 3)
@@ -75,7 +75,7 @@ def test_they_are_torchs_data_loaders() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"batch_size": None}])
 def test_shares_of_the_batches_are_the_batches(options: Any) -> None:
-    """Also with augmentation: what is drawn for a minibatch stays with it."""
+    """They are also with augmentation: what is drawn for a minibatch stays with it."""
     x, y = np.arange(40 * 48, dtype=np.float32).reshape(40, 3, 4, 4), np.arange(40) % 3
     augment = Augment(1, mixup=1.0, granularity="batch")
     settings = {"batch_size": 6, "augment": augment, **options}

@@ -75,7 +75,7 @@ def cut(x: Any, rows: slice) -> Any:
 
 
 def arrays(x: Any, **kwargs: Any) -> Arrays:
-    """Four clients of unlike sizes."""
+    """Divides samples among four clients of different sizes."""
     bounds = [0, 5, 14, 20, 32]
     parts = [(cut(x, slice(a, b)), Y[a:b]) for a, b in pairwise(bounds)]
     return Arrays(client_arrays=parts, test=(cut(x, slice(32, None)), Y[32:]), batch_size=4, **kwargs)
@@ -297,7 +297,7 @@ def test_training_and_test_samples_must_be_alike(test: Any, message: str) -> Non
 
 
 def test_a_token_beyond_the_net_is_named_before_the_run(tmp_path: Path) -> None:
-    """In the last sample of the last client, which neither the first test batch nor the first client has."""
+    """It is in the last sample of the last client, which neither the first test batch nor the first client has."""
     x = np.arange(60).reshape(12, 5) % 20
     x[-1, -1] = 40
     parts = [(x[i : i + 4], Y[i : i + 4]) for i in (0, 4, 8)]

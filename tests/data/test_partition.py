@@ -126,7 +126,7 @@ def table_of(y, parts, classes):
 
 
 def generated(classes, clients):
-    """Every partition that can be made for so many classes and clients."""
+    """Returns every partition that can be made for so many classes and clients."""
     alphas, powers, booleans = st.sampled_from([0.05, 0.3, 1.0, 30.0]), st.sampled_from([0.0, 0.7, 2.0]), st.booleans()
     coarse = [c // 2 for c in range(classes)]
     step = classes // np.gcd(classes, clients)
@@ -197,7 +197,7 @@ def test_stratified_shares_are_exact():
 
 
 def test_multinomial_draws_leave_single_samples():
-    """Classes with one sample among the first 91 clients of CIFAR-100, alpha 1000: 499 in the spec's own program."""
+    """With alpha 1000 the first 91 clients of CIFAR-100 have 499 classes of one sample in the spec's own program."""
     y = np.repeat(np.arange(100), 500)
     single = [
         (table_of(y, Dirichlet(1000, draws=draws)(y, 100, 100, 0)[:91], 100) == 1).sum()
@@ -281,7 +281,7 @@ CIFAR10 = np.arange(50_000) % 10  # any order: the totals depend on the class si
     ],
 )
 def test_fl_simulator_totals_of_the_official_program(seed, totals):
-    """What its own code gives on CIFAR-10 with u = 0.1 and 100 clients."""
+    """They are what its own code gives on CIFAR-10 with u = 0.1 and 100 clients."""
     parts = FLSimDirichlet(0.1)(CIFAR10, 100, 10, seed)
     assert np.bincount(CIFAR10[np.concatenate(parts)]).tolist() == totals
 
@@ -324,7 +324,7 @@ def test_fl_sam_totals(classes, per_class, total, held):
 
 @pytest.mark.parametrize(("alpha", "classes", "share"), [(1, 8.6, 0.29), (0.1, 4.8, 0.59), (0.01, 2.6, 0.78)])
 def test_fl_sam_clients_of_the_official_program(alpha, classes, share):
-    """What its own code gives on CIFAR-10 with seed 1; other seeds differ in these digits."""
+    """They are what its own code gives on CIFAR-10 with seed 1; other seeds differ in these digits."""
     table = table_of(CIFAR10, FLSAMDirichlet(alpha)(CIFAR10, 100, 10, 1), 10)
     assert round((table > 0).sum(1).mean(), 1) == classes
     assert round((table.max(1) / table.sum(1)).mean(), 2) == share
@@ -353,7 +353,7 @@ def test_fl_sam_path(classes, n, r, size):
     [(10, 2000, 20, 0.02), (2, 400, 10, 0.4), (3, 90, 7, 0.3), (100, 300, 20, 0.1)],
 )
 def test_fl_sam_draws_as_the_official_loop(classes, n, clients, alpha):
-    """One try after another, as the official program; ours looks at many at once."""
+    """The official program takes one try after another; ours looks at many at once."""
     y, rng, lists, tried = np.arange(n) % classes, np.random.RandomState(3), [], []
     keep, partition = np.random.RandomState(3), FLSAMDirichlet(alpha, 1.0)
     kept = np.concatenate([keep.permutation(np.flatnonzero(y == c)) for c in range(classes)])
@@ -425,7 +425,7 @@ def test_coarse_labels_are_those_of_the_names():
 
 
 def test_pam_statistics():
-    """Against an independent program of the rule (2 seeds): 21.8 classes, 6.6 coarse labels, largest share 0.53."""
+    """An independent program of the rule (2 seeds) has 21.8 classes, 6.6 coarse labels, largest share 0.53."""
     y, coarse = np.repeat(np.arange(100), 500), np.array(CIFAR100_COARSE)
     parts = PAM()(y, 500, 100, 0)
     fine, rough = table_of(y, parts, 100), table_of(coarse[y], parts, 20)
@@ -436,7 +436,7 @@ def test_pam_statistics():
 
 
 def test_used_up_class_leaves_its_coarse_share():
-    """Two coarse labels with equal shares, one with a class of a single sample: the other class takes its place."""
+    """Of two coarse labels with equal shares, one has a class of a single sample: the other class takes its place."""
     y = np.repeat([0, 1, 2, 3], [1, 999, 500, 500])
     [part, _] = PAM(alpha=1e6, beta=1e6, coarse=[0, 0, 1, 1])(y, 2, 4, 0)
     counts = np.bincount(y[part], minlength=4)
@@ -668,7 +668,7 @@ def test_given_is_checked():
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """Output and files of a process of its own on the digits."""
+    """Returns output and files of a process of its own on the digits."""
     out = tmp_path_factory.mktemp("shown") / "figures"
     args = ["data", f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--data.num_clients=20", f"--out={out}"]
     with forked(*args, cwd=out.parent) as child:

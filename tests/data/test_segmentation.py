@@ -39,7 +39,7 @@ MAPS = RNG.integers(0, 34, (12, *SIZE), dtype=np.uint8)
 
 
 def cityscapes(root: Path, **kwargs: Any) -> Cityscapes:
-    """Ten scenes of three clients, two of another city to test; the second list sorts behind the tenth as a word."""
+    """Writes ten scenes of three clients, two of another city to test; as a word list 2 sorts behind list 10."""
     pairs = []
     for i in range(12):
         city = "train/ulm/ulm" if i < 10 else "val/bonn/bonn"
@@ -116,7 +116,7 @@ def test_idda_has_seen_and_unseen_domains(tmp_path: Path) -> None:
 
 
 def iou(predicted: Tensor, true: Tensor, classes: int) -> float:
-    """Pixel by pixel."""
+    """Computes the mean over classes, pixel by pixel."""
     counts = true != 255
     values = []
     for c in range(classes):
@@ -157,7 +157,7 @@ def train(data: Any, objective: LocalObjective, engine: str, folder: Path) -> Ru
 
 @pytest.mark.slow
 def test_engines_agree(tmp_path: Path) -> None:
-    """Auxiliary heads, the hardest pixels, SAM, and augmentation of images with their maps."""
+    """They do with auxiliary heads, the hardest pixels, SAM, and augmentation of images with their maps."""
 
     def run(engine: str) -> Run:
         data = cityscapes(tmp_path, augment=ScaledCrop((8, 12), (0.5, 1.5), jitter=0.4))
@@ -221,7 +221,7 @@ def test_scale_one_is_a_plain_crop() -> None:
 
 @pytest.mark.parametrize("scale", [0.6, 1.0, 1.7])
 def test_rescaled_is_resize_pad_and_crop(scale: float) -> None:
-    """As FedDrive does it for Cityscapes, one image after another."""
+    """It is what FedDrive does for Cityscapes, one image after another."""
     augment = ScaledCrop((14, 20), (scale, scale), flip=False)
     out, drawn = cropped(augment)
     height, width = (int(np.ceil(n * scale)) for n in (16, 24))

@@ -34,7 +34,7 @@ SETTINGS = {"num_clients": 4, "batch_size": 5, "augment": Augment(1), "mean": [0
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """PNG files of two sizes in three classes."""
+    """Writes PNG files of two sizes in three classes."""
     root = tmp_path_factory.mktemp("pictures")
     for part, n in (("train", 48), ("test", 12)):
         for i in range(n):
@@ -45,7 +45,7 @@ def pictures(tmp_path_factory):
 
 
 def make(kind, pictures, folder, streamed):
-    """The same data, streamed or not."""
+    """Returns the same data, streamed or not."""
     if kind == "files":
         return ImageFolder(str(pictures), 8, stream=streamed, workers=2, val_fraction=0.25, **SETTINGS)
     arrays = {"x_train": X, "y_train": Y, "x_test": X[:12], "y_test": Y[:12]}
@@ -77,7 +77,7 @@ def fit(data, tmp_path, engine="sequential", **kwargs):
 
 
 def readers():
-    """Threads that read samples."""
+    """Returns threads that read samples."""
     return {t for t in threading.enumerate() if t.name.startswith("samples")}
 
 
@@ -151,7 +151,7 @@ def counted(ahead, monkeypatch, **kwargs):
 
 
 def settle(data, n):
-    """Wait until n samples have been asked for; no further ones come."""
+    """Waits until n samples have been asked for; no further ones come."""
     deadline = time.monotonic() + 300
     while len(data.train.reads) < n and time.monotonic() < deadline:
         time.sleep(0.001)

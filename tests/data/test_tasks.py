@@ -64,7 +64,7 @@ def fit(
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 @pytest.mark.parametrize("task", ["regression", "multilabel"])
 def test_a_step_and_the_metrics_in_closed_form(task: str, engine: str, tmp_path: Path) -> None:
-    """Full batches of clients of equal size: the mean of their steps is the step on all data."""
+    """For full batches of clients of equal size, the mean of their steps is the step on all data."""
     net = nn.Linear(3, 2)
     w, b = (p.detach().double().numpy().copy() for p in net.parameters())
     data = arrays(tmp_path, task, batch_size=None)
@@ -86,7 +86,7 @@ def test_a_step_and_the_metrics_in_closed_form(task: str, engine: str, tmp_path:
 
 
 def test_metrics_of_many_samples_keep_their_digits(tmp_path: Path) -> None:
-    """Numbers far from zero: float32 loses all digits of R², and the sixth of the mean absolute error."""
+    """For numbers far from zero float32 loses all digits of R², and the sixth of the mean absolute error."""
     x = RNG.normal(size=(100_000, 1)).astype(np.float32)
     y = (1000 + x).astype(np.float32)
     data = Arrays(client_arrays=[(x[:9], y[:9])], test=(x, y), task="regression", batch_size=None)
@@ -138,7 +138,7 @@ def test_the_partition_of_numbers_speaks_of_no_class(tmp_path: Path, capsys: pyt
     ids=["tenths", "equal numbers", "labels"],
 )
 def test_partitions_are_counted_by_the_targets(task: str, y: Any, totals: list[int], tmp_path: Path) -> None:
-    """Samples of each client in tenths by the first value, or with each label."""
+    """Samples of each client are counted in tenths by the first value, or with each label."""
     data = arrays(tmp_path, task, y)
     data.setup()
     table = histogram(data)

@@ -48,7 +48,7 @@ def take(outputs: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("first", [1e-3, 0.7, 50.0])
 def test_quadratics(first: float) -> None:
-    """2 / lambda along an eigenvector, the Rayleigh quotient along the gradient; s D has s times the sharpness."""
+    """It is 2 / lambda along an eigenvector, the Rayleigh quotient along the gradient; s D has s times the sharpness."""
     draw = torch.Generator().manual_seed(0)
     h, c = torch.tensor([5.0, 2, 1, 0.1]).double(), torch.randn(4, generator=draw, dtype=torch.float64)
     model, data = Quadratic(h, c), [(torch.zeros(3, 1), torch.zeros(3))]
@@ -69,7 +69,7 @@ def test_quadratics(first: float) -> None:
 
 @pytest.fixture
 def problem(golden: Golden) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """Net and data of the golden problem, the model of FedAvg after six rounds, and the gradient there."""
+    """Returns net and data of the golden problem, the model of FedAvg after six rounds, and the gradient there."""
     net = golden.net().double()
     data = [(torch.from_numpy(x).double(), torch.from_numpy(y)) for x, y in golden.arrays]
     w = torch.from_numpy(trajectory("fedsam__FedAvg")["global"][6])
@@ -90,7 +90,7 @@ def problem(golden: Golden) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Ten
 def test_brackets_of_the_spec(
     problem: Any, golden: Golden, at: str, first: float, bracket: Any, evaluations: int, exact: float
 ) -> None:
-    """Those of an independent implementation, with its numbers of evaluations."""
+    """They are those of an independent implementation, with its numbers of evaluations."""
     net, data, w, g = problem
     if at == "initial":
         w = torch.cat([p.detach().double().flatten() for p in golden.net().parameters()])
@@ -173,7 +173,7 @@ def test_along_the_updates_of_a_round(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_measures_the_same(tmp_path: Path) -> None:
-    """With the rates at which the searches begin."""
+    """It keeps the rates at which the searches begin."""
     uninterrupted = digits(tmp_path / "whole", rounds=6, measure=CriticalSharpness(clients=2))
     digits(tmp_path / "broken", rounds=4, measure=CriticalSharpness(clients=2))
     resumed = digits(tmp_path / "broken", rounds=6, measure=CriticalSharpness(clients=2), ckpt_path="last")

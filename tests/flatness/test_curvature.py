@@ -60,7 +60,7 @@ NETS = [mlp, cnn, vit]
 
 
 def dense(net: nn.Module, batches: Data) -> Tensor:
-    """Row after row by double backward; torch.func.hessian is wrong for layer_norm with weights in torch 2.15."""
+    """Takes rows by double backward; torch.func.hessian is wrong for layer_norm with weights in torch 2.15."""
     spec = FlatSpec(net)
     x, y = (torch.cat(part) for part in zip(*batches(), strict=True))
 
@@ -146,7 +146,7 @@ def test_density_of_small_nets(make: Callable[[], nn.Module]) -> None:
 
 
 def trained() -> tuple[nn.Module, Data]:
-    """A net whose largest eigenvalues stand apart, as those of trained nets do."""
+    """Returns a net whose largest eigenvalues stand apart, as those of trained nets do."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(27, 10), nn.Tanh(), nn.Linear(10, 3)).double()
     optimizer, ((x, y),) = torch.optim.SGD(net.parameters(), lr=0.3), data((60,))()
@@ -159,7 +159,7 @@ def trained() -> tuple[nn.Module, Data]:
 
 @pytest.mark.slow
 def test_default_density_has_its_moments_and_says_how_well() -> None:
-    """Eight seeds; six plain probes of the same cost have 11 and 16 % error in the second and third moment."""
+    """Over eight seeds, six plain probes of the same cost have 11 and 16 % error in the second and third moment."""
     matrix = dense(*trained())
     values = torch.linalg.eigvalsh(matrix)
     estimates = [density(matrix, seed=seed) for seed in range(8)]
@@ -222,7 +222,7 @@ def test_density_of_a_probe_has_its_moments() -> None:
     ],
 )
 def test_residual_bounds_the_error(eigenvalues: Tensor, seed: int) -> None:
-    """Also of dense spectra, where the default stops some per mille too low."""
+    """It does also for dense spectra, where the default stops some per mille too low."""
 
     class Diagonal(Quadratic):
         def forward(self, x: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ def test_power_iteration_goes_by_magnitude() -> None:
 
 
 def power_of_the_papers(a: Tensor, start: Tensor, k: int, steps: int, tol: float) -> list[float]:
-    """Deflation by the program of FedGloSS, written down again for a dense matrix."""
+    """Deflates as the program of FedGloSS does, for a dense matrix."""
     values, v = [], start
     for _ in range(k):
         last, v = 0.0, v / v.norm()
@@ -326,7 +326,7 @@ def test_power_iteration_is_that_of_the_papers() -> None:
 
 @pytest.mark.slow
 def test_larger_net_beside_curvlinops_and_scipy() -> None:
-    """About 50,000 weights, by an independent Hessian and an independent eigensolver."""
+    """About 50,000 weights are measured by an independent Hessian and an independent eigensolver."""
     curvlinops, linalg = pytest.importorskip("curvlinops"), pytest.importorskip("scipy.sparse.linalg")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 700), nn.Tanh(), nn.Linear(700, 5)).double()
@@ -371,7 +371,7 @@ def test_any_batch_size_gives_the_same(make: Callable[[], nn.Module]) -> None:
 
 
 def measures(net: nn.Module, batches: Data, **options: Any) -> list[Tensor]:
-    """Everything as tensors."""
+    """Returns everything as tensors."""
     pairs = spectrum(hessian(net, CE, batches, **options), k=4, basis=8, tol=1e-4)
     power = spectrum(hessian(net, CE, batches, **options), k=2, method="power")
     smooth = density(hessian(net, CE, batches, **options), probes=2, steps=5)
@@ -427,7 +427,7 @@ def test_nothing_is_touched() -> None:
 
 
 def after(products: int) -> Callable[[int, int], None]:
-    """Ctrl-C as it may come during a product."""
+    """Returns a callback that raises Ctrl-C, as it may come during a product."""
 
     def progress(done: int, most: int) -> None:
         assert done <= most

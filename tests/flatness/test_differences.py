@@ -44,7 +44,7 @@ def smooth_net() -> nn.Module:
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-8), (torch.float32, 1e-2)])
 def test_smooth_nets_agree_with_double_backward(golden: Golden, dtype: torch.dtype, rtol: float) -> None:
-    """Products, the largest eigenvalue and the trace, with the step that the weights give."""
+    """Products, the largest eigenvalue and the trace do, with the step that the weights give."""
     net, data = smooth_net().to(dtype), [(torch.from_numpy(x).to(dtype), torch.from_numpy(y)) for x, y in golden.arrays]
     exact, differences = hessian(net, CE, data), finite_differences(net, CE, data)
     draw = torch.Generator().manual_seed(1)
@@ -111,7 +111,7 @@ class OnceNet(nn.Module):
 
 
 def test_a_net_without_second_derivatives(tmp_path: Any) -> None:
-    """In a run: lambda_max is refused by double backward, and that of the same net with them by differences."""
+    """In a run lambda_max is refused by double backward; by differences it is that of the same net with them."""
     metrics = []
     for once, operator in ((True, "finite_differences"), (False, "hessian")):
         data = Digits(num_clients=10, partition=Dirichlet(alpha=1.0), batch_size=16)
@@ -167,7 +167,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("again", ["no", "plain", "reentrant"])
 @pytest.mark.parametrize("away", [0.0, 0.3])
 def test_fused_attention_and_checkpoints(again: str, away: float) -> None:
-    """In float32: fused, and again computed at the weights of the measurement, not at those that the net has."""
+    """They are fused in float32, and computed again at the weights of the measurement, not at those that the net has."""
     draw = torch.Generator().manual_seed(1)
     data = [(torch.randn(10, 5, 16, generator=draw), torch.arange(10) % 4) for _ in range(2)]
     plain, net = Attention(), Attention(again)
@@ -225,7 +225,7 @@ class QuantisedLinear(nn.Module):
 
 
 def test_a_frozen_body_of_8_bits(tmp_path: Any) -> None:
-    """Its layers in front of it and behind it train: as with the weights that the 8 bits stand for."""
+    """The layers before and after it train, as with the weights that the 8 bits stand for."""
     torch.manual_seed(0)
     body = QuantisedLinear(nn.Linear(16, 16, bias=False))
     first, last = nn.Linear(8, 16), nn.Linear(16, 4)

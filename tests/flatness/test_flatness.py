@@ -123,7 +123,7 @@ def test_every_sample_counts_the_same() -> None:
 
 
 def on_each(processes: int, measure: Callable[[nn.Module, int, Reduce], T]) -> list[T]:
-    """``measure(mlp(), rank, reduce)`` of processes, here threads; if they do not reduce in step, they break off."""
+    """Calls ``measure(mlp(), rank, reduce)`` in threads for processes; out of step in ``reduce`` they break off."""
     barrier, nets = threading.Barrier(processes, timeout=600), [mlp() for _ in range(processes)]
     contributions: list[Tensor] = [torch.empty(0)] * processes
 
@@ -169,7 +169,7 @@ def test_processes_share_the_samples(keep: bool | None) -> None:
 
 
 def test_processes_stop_together() -> None:
-    """Also where one sees another residual than the others, as between machines that round differently."""
+    """They do also where one sees another residual than the others, as between machines that round differently."""
     for method in ("lanczos", "power"):
 
         def measure(net: nn.Module, rank: int, reduce: Reduce, method: str = method) -> Eigenpair:

@@ -399,7 +399,7 @@ def test_interrupted_curves_say_what_they_know() -> None:
 
 
 def test_barrier_of_the_points_measured() -> None:
-    """Between two wells, up to γ = 0.3 of the way; a loss that is not finite is not left out."""
+    """It lies between two wells, up to γ = 0.3 of the way; a loss that is not finite is not left out."""
     a, b = torch.tensor([1.0, 0.0]).double(), torch.tensor([-1.0, 0.0]).double()
     line = interpolate(
         Wells(), output, {"train": data()}, a, b, np.linspace(0, 1, 11), per_pass=1, progress=stop_after(5)

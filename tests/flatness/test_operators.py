@@ -41,7 +41,7 @@ def mse(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def of_tanh(outputs: Tensor, target: Tensor) -> Tensor:
-    """A loss that is not convex."""
+    """Returns a loss that is not convex."""
     return outputs.tanh().prod(1) + target
 
 
@@ -50,7 +50,7 @@ def matrix(a: Operator) -> Tensor:
 
 
 def explicit(kind: Make, net: nn.Module, loss: Any, batches: Data) -> Tensor:
-    """Written down by forward mode and loops over samples."""
+    """Computes the matrix by Jacobians and loops over samples."""
     spec = FlatSpec(net.eval())
     w = spec.vector(net)
     total, n = torch.zeros(spec.d, spec.d, dtype=w.dtype), 0
@@ -140,7 +140,7 @@ def test_quadratic() -> None:
     "layer", [lambda: nn.Linear(6, 7), lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3))]
 )
 def test_weight_normalisation(layer: Callable[[], nn.Module], normalized: Any) -> None:
-    """torch's own second derivative of it is wrong: the matrix against differences of gradients."""
+    """torch's own second derivative of it is wrong; the matrix agrees with differences of gradients."""
     torch.manual_seed(0)
     first = layer()
     normalized(first[-1] if isinstance(first, nn.Sequential) else first)
@@ -162,7 +162,7 @@ def test_weight_normalisation(layer: Callable[[], nn.Module], normalized: Any) -
     [(hessian, "HessianLinearOperator"), (gauss_newton, "GGNLinearOperator"), (fisher, "EFLinearOperator")],
 )
 def test_curvlinops_agrees(kind: Make, name: str, make: Callable[[], nn.Module]) -> None:
-    """Products, and the measures of its operators."""
+    """Products agree, and so do the measures of its operators."""
     curvlinops = pytest.importorskip("curvlinops")
     net, batches = make().eval(), data((5, 7))
     oracle = getattr(curvlinops, name)(net, nn.CrossEntropyLoss(), list(net.parameters()), batches())
@@ -233,7 +233,7 @@ def test_is_a_linear_operator(kind: Make) -> None:
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_measures_take_any_matrix(kind: Make) -> None:
-    """An operator, its dense matrix, and what only has shape, dtype, device and products."""
+    """It may be an operator, its dense matrix, or what only has shape, dtype, device and products."""
     a = kind(mlp(), CE, data((5, 7)))
     full = matrix(a)
 
@@ -339,7 +339,7 @@ def test_attention_and_batch_norm() -> None:
 
 
 def curvature_along(net: nn.Module, x: Tensor, v: Tensor) -> Tensor:
-    """1/n Σ_i (J_i v)ᵀ (diag p_i - p_i p_iᵀ) J_i v, by central differences."""
+    """Returns 1/n Σ_i (J_i v)ᵀ (diag p_i - p_i p_iᵀ) J_i v, by central differences."""
     spec, h = FlatSpec(net.eval()), 1e-6
     w = spec.vector(net)
     up, down = (torch.func.functional_call(net, spec.split(w + s * h * v), (x,)).detach() for s in (1, -1))

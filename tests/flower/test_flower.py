@@ -53,7 +53,7 @@ class Network:
         return re.sub(r"\b(8000|9001|9002)\b", lambda port: self.ports[port[0]], text)
 
     def start(self, line: str, name: str) -> subprocess.Popen[bytes]:
-        """A line of the page in a shell of its own, which writes to ``<name>.log``."""
+        """Runs a line of the page in a shell of its own, which writes to ``<name>.log``."""
         with (self.root / f"{name}.log").open("w") as log:
             shell = ["bash", "-c", f"exec {self.local(line)}"]
             self.started.append(
@@ -67,7 +67,7 @@ class Network:
         return (self.root / f"{name}.log").read_text()
 
     def serve(self, line: str, port: str) -> None:
-        """A superlink, when it listens."""
+        """Starts a superlink, and returns when it listens."""
         link = self.start(line, "link")
 
         def listens() -> bool:
@@ -78,17 +78,17 @@ class Network:
         until(listens)
 
     def run(self, line: str, name: str) -> str:
-        """What a command says until it ends."""
+        """Returns what a command says until it ends."""
         self.start(line, name).wait(MOST)
         return self.log(name)
 
     @property
     def folder(self) -> Path:
-        """The run's."""
+        """The run's folder."""
         return newest(self.root / "runs")
 
     def rounds(self) -> int:
-        """Rounds in the metrics of the run."""
+        """Counts the rounds in the metrics of the run."""
         files = [*self.root.glob("runs/*/*/metrics.csv")]
         return len(files[0].read_text().splitlines()) - 1 if files else 0
 
@@ -134,7 +134,7 @@ def environment(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def network(environment: str, tmp_path: Path) -> Iterator[Network]:
-    """With the page's app."""
+    """Makes the network with the page's app."""
     network = Network(tmp_path, environment)
     try:
         (line,) = APP
@@ -146,7 +146,7 @@ def network(environment: str, tmp_path: Path) -> Iterator[Network]:
 
 
 def assert_bits_of_fit(network: Network) -> None:
-    """All that the server keeps, but the clients' states, which are on the nodes."""
+    """Compares all that the server keeps, but not the clients' states, which are on the nodes."""
     config, root = network.root / "digits/config.yaml", network.root / "fit"
     cli("fit", "--config", str(config), f"--trainer.default_root_dir={root}", "--trainer.enable_progress_bar=false")
     actual, expected = state(network.folder), state(newest(root))

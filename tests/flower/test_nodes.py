@@ -59,7 +59,7 @@ FURTHER = (*NEW, *METHODS[1:], "FedGAMMA", "no state", "robust", "class counts",
     "args", [pytest.param(CASES[c], id=c, marks=[pytest.mark.slow] * (c in FURTHER)) for c in CASES]
 )
 def test_nodes_give_the_bits_of_the_trainer(args: list[str], tmp_path: Path) -> None:
-    """Weights, all of the server's state, metrics, and what the clients keep."""
+    """Weights, all of the server's state, metrics, and what the clients keep are the same."""
     expected = trained(tmp_path / "trainer", *args, ROUNDS)
     nodes = Nodes(tmp_path, *args, ROUNDS)
     run = nodes.fit()
@@ -75,7 +75,7 @@ def test_nodes_give_the_bits_of_the_trainer(args: list[str], tmp_path: Path) -> 
 
 
 def test_wire_is_what_the_algorithm_declares(tmp_path: Path) -> None:
-    """The tensors that are declared, as many numbers as the run counts, and plain values of a few names."""
+    """It is the declared tensors, as many numbers as the run counts, and plain values of a few names."""
     nodes = Nodes(tmp_path, "--model=FedGloSS", "--model.ascent=SAM", ROUNDS)
     run = nodes.fit()
     down, up = ({*names} for names in run.objective.wire)
@@ -197,13 +197,13 @@ class Dying(Failing):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The server's state after a run without failures."""
+    """Returns the server's state after a run without failures."""
     return dict(trained(tmp_path_factory.mktemp("expected"), *STATEFUL).server)
 
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is left of server and nodes that died in round 4; the last checkpoint is that of round 2."""
+    """Returns what is left of server and nodes that died in round 4; the last checkpoint is that of round 2."""
     root = tmp_path_factory.mktemp("left")
     process = multiprocessing.get_context("fork").Process(target=lambda: Dying(root, *STATEFUL, stored=True).fit())
     process.start()
@@ -214,7 +214,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dead(left: Path, tmp_path: Path) -> Path:
-    """A test's own copy of it."""
+    """Returns a test's own copy of it."""
     return Path(shutil.copytree(left, tmp_path, dirs_exist_ok=True))
 
 
@@ -243,7 +243,7 @@ def test_lost_state_is_one_line(damage: Any, line: str, dead: Path) -> None:
 
 @pytest.mark.parametrize("at", [pytest.param(4, marks=pytest.mark.slow), 5])
 def test_round_that_fails_in_a_phase_is_done_again(at: int, tmp_path: Path) -> None:
-    """Of NaiveFedGloSS, in its first or second phase: the nodes return to the states before the round."""
+    """In the first or second phase of NaiveFedGloSS, the nodes return to the states before the round."""
     args = ["--model=NaiveFedGloSS", "--trainer.max_rounds=3", "--trainer.clients_per_round=6"]
     nodes = Failing(tmp_path, *args)
     nodes.at = at
@@ -371,7 +371,7 @@ def test_node_lost_in_a_phase(lost: tuple[int, ...], tmp_path: Path) -> None:
     ],
 )
 def test_too_few_replies_end_the_run(error: UserError | None, least: int | None, line: str, tmp_path: Path) -> None:
-    """In one line; the last whole round is saved, and the run goes on from it to the same bits."""
+    """They do in one line; the last complete round is saved, and the run goes on from it to the same bits."""
     nodes = Lost(tmp_path, "--model=SCAFFOLD", *ALL, ROUNDS)
     nodes.lost, nodes.error = (3,), error
     with pytest.raises(UserError, match=f"^{line}$"):
@@ -389,7 +389,7 @@ def test_small_cohort_needs_all_of_its_clients(tmp_path: Path) -> None:
 
 
 def test_node_that_differs_is_refused(tmp_path: Path) -> None:
-    """Another seed; other data; a number that another node has; another frozen layer below the same trained one."""
+    """It has another seed, other data, another node's number, or another frozen layer below the same trained one."""
     nodes = Nodes(tmp_path, "--model=FedAvg")
     for argument, line in (("--trainer.seed=1", "makes another model"), ("--data.num_clients=5", "samples here")):
         with pytest.raises(UserError, match=line):
@@ -429,7 +429,7 @@ def test_kept_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_versions_are_exact() -> None:
-    """In float32, zeros are no version, and a version is one of content."""
+    """They are in float32; zeros are no version, and a version is one of content."""
     like = torch.zeros(1)
     for version in ("00000000", "ffffffff", "0001ff80"):
         assert version_in(row_of(version, like)) == version
@@ -442,7 +442,7 @@ def test_versions_are_exact() -> None:
 
 
 def test_trainer_takes_a_checkpoint_only_if_nothing_is_on_nodes(tmp_path: Path) -> None:
-    """That of a stateful algorithm can be evaluated, and continued on its nodes only."""
+    """One of a stateful algorithm can be evaluated, and continued on its nodes only."""
     run = Nodes(tmp_path / "smoo", "--model=FedSMOO").fit()
     path = str(run.folder.last)
     objects = build(tmp_path / "smoo", "--model=FedSMOO")
@@ -458,7 +458,7 @@ def test_trainer_takes_a_checkpoint_only_if_nothing_is_on_nodes(tmp_path: Path) 
 
 
 def test_command_writes_an_app_of_the_config(tmp_path: Path) -> None:
-    """From its config.yaml the run of the same arguments."""
+    """Its config.yaml gives the run of the same arguments."""
     args = ["--model=FedSMOO", *DIGITS, "--trainer.engine=auto", f"--trainer.default_root_dir={tmp_path}/runs"]
     cli("flower", str(tmp_path / "My App"), "--nodes=2", *args)
     app = tmp_path / "My App"

@@ -79,7 +79,7 @@ def test_fasttext_is_a_linear_function_of_mean_embeddings() -> None:
 
 
 def test_vit_against_torch_attention() -> None:
-    """One block, by nn.MultiheadAttention; queries make up for its other scale."""
+    """One block is computed by nn.MultiheadAttention; queries make up for its other scale."""
     torch.manual_seed(0)
     net, heads, dim = ViTCIFAR(num_classes=3, dim=8, blocks=1, heads=2).double(), 2, 8
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
@@ -113,7 +113,7 @@ def test_preactivation_resnet_keeps_its_size_between_stages() -> None:
 
 
 def test_hsu_cnn_is_the_published_network() -> None:
-    """Same function with ReLU before pooling, as the papers draw it."""
+    """The function is the same with ReLU before pooling, as the papers draw it."""
     net = HsuCNN().double()
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (w1, b1), (w2, b2), *linear = [(m.weight, m.bias) for m in net if hasattr(m, "weight")]
@@ -180,7 +180,7 @@ SLOW = {"ResNet18GN"}  # ResNet8GN is of the same blocks
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SMALL])
 def small(request: Any) -> tuple[Small, nn.Module, Tensor, Tensor]:
-    """A net in float64, two clients' minibatches of two samples."""
+    """Returns a net in float64, two clients' minibatches of two samples."""
     torch.manual_seed(0)
     case = SMALL[request.param]
     return case, case.make().double(), case.draw(2, 2), torch.randint(0, case.classes, (2, 2))
@@ -188,7 +188,7 @@ def small(request: Any) -> tuple[Small, nn.Module, Tensor, Tensor]:
 
 @pytest.mark.sampled(quick=11, slow=5)
 def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
-    """Of FlatNet, of vmap over clients at different weights, and of images in channels_last: all the same."""
+    """FlatNet, vmap over clients at different weights, and images in channels_last all give the same."""
     case, net, x, y = small
     spec = FlatSpec(net)
     w0 = spec.vector(net)
@@ -219,7 +219,7 @@ def test_a_parameter_without_axes() -> None:
 
 @pytest.mark.sampled(quick=11)
 def test_hessian_vector_product_is_the_slope_of_the_gradient(small: Any) -> None:
-    """Double backward against a central difference."""
+    """Double backward agrees with a central difference."""
     _, net, x, y = small
     spec, x, y = FlatSpec(net), x[0], y[0]
     w = spec.vector(net)
@@ -240,7 +240,7 @@ def test_hessian_vector_product_is_the_slope_of_the_gradient(small: Any) -> None
 
 @pytest.mark.sampled(quick=3)
 def test_bfloat16_autocast(small: Any) -> None:
-    """Logits near those of float32, gradients finite and in float32."""
+    """Logits are near those of float32, gradients finite and in float32."""
     _, net, x, y = small
     net, x, y = net.float(), x[0].float() if x.is_floating_point() else x[0], y[0]
     flat = FlatNet(net)
@@ -255,7 +255,7 @@ def test_bfloat16_autocast(small: Any) -> None:
 
 @pytest.mark.parametrize("make", [lambda: nn.GroupNorm(2, 4), lambda: nn.LayerNorm(3), lambda: nn.Embedding(5, 4, 0)])
 def test_hessian_vector_products_under_vmap(make: Callable[[], nn.Module]) -> None:
-    """Of what normalises and embeds, a product for each of two clients is that of each alone."""
+    """For layers that normalise and embed, a product for each of two clients is that of each alone."""
     torch.manual_seed(0)
     layer = make().double()
     spec = FlatSpec(layer)
@@ -388,7 +388,7 @@ def test_heads_must_divide_the_width(net: Callable[[], nn.Module]) -> None:
 def test_group_norm_behind_frozen_layers_gets_contiguous_inputs_where_torch_crashes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before torch 2.15, on the CPU; an input that needs a gradient stays channels_last."""
+    """It does before torch 2.15, on the CPU; an input that needs a gradient stays channels_last."""
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0"))
     net, seen = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), list[Tensor]()
     FedAvg(net), FedAvg(net)
