@@ -327,7 +327,7 @@ def test_a_corrupted_upload(golden: Golden) -> None:
 
 @pytest.mark.parametrize("options", METHODS[:4], ids=NAMES[:4])
 def test_privacy_clips_what_arrives(options: dict[str, Any], golden: Golden) -> None:
-    """Residual, compression and decoding come before the clip, the sum and the noise; what the clip cuts is not kept."""
+    """Residual, compression and decoding precede the clip, the sum and the noise; what the clip cuts is not kept."""
     private = GaussianPrivacy(clip=0.05, noise_multiplier=0, delta=0.1)
     model = FedAvg(golden.net(), weighting="uniform", parts=[Compress(**options)])
     _, record = golden.run(model, privacy=private, sampler=UniformSampler(2))

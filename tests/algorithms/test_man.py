@@ -152,7 +152,7 @@ def test_neutral_and_at_work(golden: Golden) -> None:
 
 
 def test_values_of_the_spec(golden: Golden) -> None:
-    """Mean squares and the loss are as published for the problem; evaluation is of the loss alone."""
+    """Mean squares are as published for the problem; evaluation is of the loss alone."""
     net = golden.net().double()
     conv = 0.1816841194, 0.1812597481, 0.1718551208, 0.1827844824
     fc1 = 0.1343944718, 0.1098427747, 0.1007134019, 0.1326453826

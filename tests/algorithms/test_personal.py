@@ -227,7 +227,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_evaluation_of_a_checkpoint(done: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """``test`` evaluates the clients' own models, as training did; what needs a global model says that there is none."""
+    """``test`` evaluates clients' own models, as training did; what needs a global model says that there is none."""
     checkpoint = str(done / "checkpoints/last.ckpt")
     final = {name: values[-1][1] for name, values in metrics(done).items()}
     cli("test", "--ckpt_path", checkpoint)

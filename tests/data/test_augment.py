@@ -39,7 +39,7 @@ def test_draws_of_another_number_of_rows_are_refused() -> None:
 
 @pytest.mark.parametrize("size", [4, 5, 30])
 def test_cutout_is_one_clipped_hole(size: int) -> None:
-    """As in DeVries and Taylor's code, it starts at ``centre - size // 2``, is ``size`` wide and cut off at the edges."""
+    """As in DeVries and Taylor's code it starts at ``centre - size // 2``, is ``size`` wide, cut off at the edges."""
     augment = Augment(0, False, cutout=size)
     drawn = draws(augment, [40])
     x, _ = augment.finalize(X.clone(), torch.zeros(40), drawn, 2)

@@ -167,7 +167,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("again", ["no", "plain", "reentrant"])
 @pytest.mark.parametrize("away", [0.0, 0.3])
 def test_fused_attention_and_checkpoints(again: str, away: float) -> None:
-    """They are fused in float32, and computed again at the weights of the measurement, not at those that the net has."""
+    """They are fused in float32, and computed again at the weights of the measurement, not at those of the net."""
     draw = torch.Generator().manual_seed(1)
     data = [(torch.randn(10, 5, 16, generator=draw), torch.arange(10) % 4) for _ in range(2)]
     plain, net = Attention(), Attention(again)
