@@ -349,17 +349,15 @@ CLASS, SHARE, KIND = (
 
 def robustness() -> None:
     """Writes docs/robustness.csv, a row a setting of sweeps/digits_robustness, and docs/robustness.png."""
-    accuracies: dict[tuple[str, ...], list[float]] = {}
+    scores: dict[tuple[str, ...], list[float]] = {}
     for trial in swept("digits_robustness", "0,1,2"):
         rule = CLASS.search(trial["trainer.aggregation"] or "mean")[1] + " 0.4" * (
             "'share'" in trial["trainer.aggregation"]
         )
         kind, share = (pattern.search(trial["trainer.faults"]) for pattern in (KIND, SHARE))
         key = (CLASS.search(trial["model"])[1], rule, kind[1] if kind else "none", share[1] if share else "0.0")
-        accuracies.setdefault(key, []).append(
-            float(trial["server/test/acc_headline"] or 0.1)
-        )  # one that diverged guesses
-    write_table(DOCS / "robustness.csv", ROBUST, ([*key, round(mean(values), 4)] for key, values in accuracies.items()))
+        scores.setdefault(key, []).append(float(trial["server/test/acc_headline"] or 0.1))  # one that diverged guesses
+    write_table(DOCS / "robustness.csv", ROBUST, ([*key, round(mean(values), 4)] for key, values in scores.items()))
     draw_robustness()
 
 

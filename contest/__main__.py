@@ -107,11 +107,9 @@ def tables(rows: list[Row]) -> str:
                 who = line["contestant"].replace("auto", f"auto ({line.get('engine')})")
                 contestants.setdefault(who, {})[line["method"]] = line
             lines = [[f"{work}: {WORKS[work].ours}, {unit} a round", *METHODS, "GB at the peak"]]
-            for who, by_method in contestants.items():
-                rounds = [
-                    f"{by_method[method]['round_s'] * scale:.3g}" if method in by_method else "" for method in METHODS
-                ]
-                lines.append([who, *rounds, f"{max(line['peak_gb'] for line in by_method.values()):.2f}"])
+            for who, cells in contestants.items():
+                rounds = [f"{cells[method]['round_s'] * scale:.3g}" if method in cells else "" for method in METHODS]
+                lines.append([who, *rounds, f"{max(line['peak_gb'] for line in cells.values()):.2f}"])
             pieces.append(markdown(lines))
     return "\n".join(pieces)
 

@@ -45,28 +45,20 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, algorithm: type[LocalObjective]) -> "Entry":
         """Describes a class by an instance with default arguments, by a dry step."""
-        objective = algorithm(net=nn.Linear(2, 3))
-        contract = contract_of(objective)[0]
-        travels = [name for name in objective.wire[1] if name not in objective.recalled]
-        w = objective.flat.vector(objective.net)
+        model = algorithm(net=nn.Linear(2, 3))
+        contract = contract_of(model)[0]
+        travels = [name for name in model.wire[1] if name not in model.recalled]
+        w = model.flat.vector(model.net)
         kept = (
-            (contract.client, objective.client_inits()),
-            (State.initial(objective.server_inits(), w, w), objective.server_inits()),
+            (contract.client, model.client_inits()),
+            (State.initial(model.server_inits(), w, w), model.server_inits()),
         )
-        groups = *kept, (contract.sent, objective.wire[0]), (contract.upload, travels)
-        matrices = sum(
-            n for n, shape in zip(objective.flat.numels, objective.flat.shapes, strict=True) if len(shape) > 1
-        )
-        remarks = {objective.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}
+        groups = *kept, (contract.sent, model.wire[0]), (contract.upload, travels)
+        matrices = sum(n for n, shape in zip(model.flat.numels, model.flat.shapes, strict=True) if len(shape) > 1)
+        remarks = {model.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}
         lists = [sizes(values, names, remarks) for values, names in groups]
-        cells = [
-            objective.paper,
-            *lists,
-            str(objective.phases),
-            "/".join(map(str, contract.passes)),
-            objective.weighting,
-        ]
-        model_sizes = objective.flat.d, matrices
+        cells = [model.paper, *lists, str(model.phases), "/".join(map(str, contract.passes)), model.weighting]
+        model_sizes = model.flat.d, matrices
         down, up = ([values[name].numel() for name in names] for values, names in groups[2:])
         models = sum(n in model_sizes for n in down), sum(n in model_sizes for n in up)
         name, module = algorithm.__name__, algorithm.__module__.rpartition(".")[2]

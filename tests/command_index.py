@@ -60,13 +60,11 @@ def of_class(kind: type) -> dict[str, Any]:
 
 
 def of_command(name: str) -> dict[str, Any]:
-    with patch.object(
-        Command, "parse_arguments", lambda command, *_: setattr(command, "config", {})
-    ):  # some miss arguments
+    with patch.object(Command, "parse_arguments", lambda it, *_: setattr(it, "config", {})):  # some miss arguments
         command = command_of(name)
     return {
         "options": {
-            name: option for name, option in of_parser(command.parser, "--").items() if not name.startswith("trainer.")
+            name: entry for name, entry in of_parser(command.parser, "--").items() if not name.startswith("trainer.")
         },
         "places": len(command.places),
         "complete": command.needs == PARTS and command.rest is None,

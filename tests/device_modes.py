@@ -114,17 +114,15 @@ class Operations(TorchDispatchMode):
                 device.launch(func)
         result = func(*args, **kwargs)
         requested = any(on_device) or kwargs.get("device") == MARK
-        result_on_device = requested or device.makes(func, args, kwargs)
+        placed = requested or device.makes(func, args, kwargs)
         known, results = {storage_key(x) for x in tensors}, tree_leaves(result)
         fresh = [x if isinstance(x, Tensor) and storage_key(x) not in known else None for x in results]
-        for x in fresh if result_on_device else ():
+        for x in fresh if placed else ():
             if x is not None:
                 device.put(x)
                 if requested and x.dtype == torch.float64 and device.refuses_float64:
                     raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        if device.captured is not None and (
-            any(on_device) or result_on_device
-        ):  # of the host a graph knows the numbers of now
+        if device.captured is not None and (any(on_device) or placed):  # of the host a graph knows the numbers of now
             args, kwargs = tree_map_only(Tensor, lambda x: x if x in device else x.clone(), (args, kwargs))
             device.captured.append((func, args, kwargs, fresh))
         return result

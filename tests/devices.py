@@ -78,10 +78,8 @@ class Device:
 
     def __enter__(self) -> Device:
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        original: Any = torch._C.TensorBase.device
-        patch.setattr(
-            Tensor, "device", property(lambda x: self.device if x in self else original.__get__(x)), raising=False
-        )
+        old: Any = torch._C.TensorBase.device
+        patch.setattr(Tensor, "device", property(lambda x: self.device if x in self else old.__get__(x)), raising=False)
         patch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cuda"), raising=False)
         if self.device.type == "cuda":
             for name, value in self._runtime().items():
@@ -262,13 +260,10 @@ class Graph:
     def take(self, operations: list[tuple[Any, ...]]) -> None:
         """Takes the operations of a capture."""
         fresh_keys = {storage_key(x) for *_, fresh in operations for x in fresh if x is not None}
-        with_addresses = partial(
+        weak = partial(
             tree_map_only, Tensor, lambda x: Address(x) if x in self.device and storage_key(x) not in fresh_keys else x
         )
-        self._operations = [
-            (function, with_addresses(args), with_addresses(kwargs), fresh)
-            for function, args, kwargs, fresh in operations
-        ]
+        self._operations = [(function, weak(args), weak(kwargs), fresh) for function, args, kwargs, fresh in operations]
 
     def replay(self) -> None:
         """Repeats the operations.
@@ -278,12 +273,10 @@ class Graph:
         """
         self.device.launch("graph")
         self.device.replaying = True
-        with_tensors = partial(tree_map_only, Address, Address.tensor)
+        alive = partial(tree_map_only, Address, Address.tensor)
         with torch.no_grad():
             for function, args, kwargs, fresh in self._operations:
-                for old, new in zip(
-                    fresh, tree_leaves(function(*with_tensors(args), **with_tensors(kwargs))), strict=True
-                ):
+                for old, new in zip(fresh, tree_leaves(function(*alive(args), **alive(kwargs))), strict=True):
                     if old is not None:
                         old.copy_(new)
         self.device.replaying = False

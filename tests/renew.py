@@ -55,10 +55,8 @@ def references() -> str:
 
 def without_rounds() -> str:
     """Returns the algorithms that have a meaning without rounds."""
-    objectives = {
-        name: getattr(algorithms, name)(nn.Linear(2, 3)) for name in sorted(algorithms.__all__, key=str.lower)
-    }
-    return ", ".join(name for name, objective in objectives.items() if not objective.needs_rounds)
+    models = {name: getattr(algorithms, name)(nn.Linear(2, 3)) for name in sorted(algorithms.__all__, key=str.lower)}
+    return ", ".join(name for name, objective in models.items() if not objective.needs_rounds)
 
 
 def program_needs() -> str:
@@ -160,11 +158,8 @@ def tuned(text: str) -> str:
 
 def loop_quote(text: str) -> str:
     """Returns the page that quotes the loop."""
-    rounds, one_round = (
-        textwrap.dedent(inspect.getsource(function).rpartition('"""\n')[2])
-        for function in (loop.rounds, loop.one_round)
-    )
-    return between("```python\n", "```", lambda: f"{rounds}\n# one_round(run)\n{one_round}")(text)
+    rounds, one = (textwrap.dedent(inspect.getsource(f).rpartition('"""\n')[2]) for f in (loop.rounds, loop.one_round))
+    return between("```python\n", "```", lambda: f"{rounds}\n# one_round(run)\n{one}")(text)
 
 
 def renewals() -> dict[Path, Iterable[Renewal]]:

@@ -218,13 +218,11 @@ def collectives(device: torch.device) -> None:
     everyone = [torch.empty_like(mine) for _ in ranks]
     with collective("all_gather"):
         dist.all_gather(everyone, mine)
-        assert all(torch.equal(received.cpu(), sent) for received, sent in zip(everyone, ranks, strict=True))
+        assert all(torch.equal(got.cpu(), sent) for got, sent in zip(everyone, ranks, strict=True))
     gathered = [torch.empty_like(mine) for _ in ranks] if rank == 0 else None
     with collective("gather"):
         dist.gather(mine, gathered, dst=0)
-        assert gathered is None or all(
-            torch.equal(received.cpu(), sent) for received, sent in zip(gathered, ranks, strict=True)
-        )
+        assert gathered is None or all(torch.equal(got.cpu(), sent) for got, sent in zip(gathered, ranks, strict=True))
     scattered = torch.empty_like(mine)
     with collective("scatter"):
         dist.scatter(scattered, [tensor.to(device) for tensor in ranks] if rank == 0 else None, src=0)

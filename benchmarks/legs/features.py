@@ -81,7 +81,7 @@ def text() -> fl.Arrays:
 def algorithm(name: str, net: Callable[[], nn.Module] = Net, **options: Any) -> fl.LocalObjective:
     """Returns an algorithm, with momentum, weight decay, clipping and a decaying learning rate if it takes SGD."""
     torch.manual_seed(1)
-    has_optimizer = name in ("FedAdamW", "FedMuon", "LocalMuon")  # an optimizer
+    has_optimizer = name in ("FedAdamW", "FedMuon", "LocalMuon")  # of their own
     sgd = None if has_optimizer else fl.SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
     return getattr(algorithms, name)(net=net(), **{"optimizer": sgd, **options})
 

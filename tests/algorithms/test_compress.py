@@ -167,11 +167,9 @@ def test_randk() -> None:
     """The mean over all subsets is x if scaled; unscaled it is k/d of it, by hand for d = 2."""
     x, sets = (
         torch.arange(1.0, 6.0, dtype=torch.float64) ** 2,
-        [torch.tensor(subset) for subset in combinations(range(5), 2)],
+        [torch.tensor(pair) for pair in combinations(range(5), 2)],
     )
-    scaled, plain = (
-        torch.stack([c(RandK(0.4, scaled), x, subset) for subset in sets]).mean(0) for scaled in (True, False)
-    )
+    scaled, plain = (torch.stack([c(RandK(0.4, scaled), x, pair) for pair in sets]).mean(0) for scaled in (True, False))
     torch.testing.assert_close(scaled, x, rtol=1e-14, atol=0)
     torch.testing.assert_close(plain, 0.4 * x, rtol=1e-14, atol=0)
     assert c(RandK(0.5, True), torch.tensor([3.0, 4.0]), torch.tensor([1])).tolist() == [0, 8]

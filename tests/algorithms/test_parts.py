@@ -265,15 +265,12 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     fedavg = run("fit", root=tmp_path / "a")
     neutral = run("fit", f"--model.parts=[{__name__}.TopK]", "--model.parts.rate=1.0", root=tmp_path / "b")
     assert_same(without_rows(neutral), without_rows(fedavg))
-    uninterrupted = run("fit", *HALF, "--trainer.max_rounds=4", root=tmp_path / "whole")
+    full = run("fit", *HALF, "--trainer.max_rounds=4", root=tmp_path / "whole")
     half = run("fit", *HALF, root=tmp_path / "half")
     cli("fit", "--ckpt_path", str(half / "checkpoints/last.ckpt"), "--trainer.max_rounds=4")
-    assert_same(state(newest(tmp_path / "half")), state(uninterrupted))
-    assert last(uninterrupted)["total_bits"] == 4 * 3 * (520 * 32 + 61 * (32 + 10))
-    assert {name: value.shape[1] for name, value in last(uninterrupted)["clients"]["rows"].items()} == {
-        "own": 90,
-        "error": 610,
-    }
+    assert_same(state(newest(tmp_path / "half")), state(full))
+    assert last(full)["total_bits"] == 4 * 3 * (520 * 32 + 61 * (32 + 10))
+    assert {name: value.shape[1] for name, value in last(full)["clients"]["rows"].items()} == {"own": 90, "error": 610}
 
 
 def without_rows(folder: Path) -> dict[str, Tensor]:

@@ -188,9 +188,7 @@ def test_a_lost_client_leaves_its_row(part: Part, golden: Golden) -> None:
     assert sum(map(len, lost)) and all(answered)
     assert [clients.keys() for clients in record.client] == [clients.keys() for clients in reference.client]
     assert all(
-        torch.equal(row.own, reference.client[t][k].own)
-        for t, clients in enumerate(record.client)
-        for k, row in clients.items()
+        torch.equal(row.own, reference.client[t][k].own) for t, c in enumerate(record.client) for k, row in c.items()
     )
     assert run.state.total_bits == without.state.total_bits + 64 * sent * sum(map(len, lost))
     assert torch.equal(run.server.w, without.server.w)

@@ -83,9 +83,7 @@ def test_the_table_is_whole() -> None:
     named = [value for n in fl_lightning.__all__ if inspect.isclass(value := getattr(fl_lightning, n))]
     unchecked = {cls.__name__ for cls in named if not issubclass(cls, Checked)}
     assert unchecked == {"UserError"}
-    flat = [
-        hint for cls in CLASSES for annotation in options(cls).values() for hint in (annotation, *get_args(annotation))
-    ]
+    flat = [hint for cls in CLASSES for option in options(cls).values() for hint in (option, *get_args(option))]
     assert sum(get_origin(hint) is Literal for hint in flat) >= 34
     assert sum(len(POOL.keys() - right(hint)) for cls in CLASSES for hint in options(cls).values()) > 1000
 

@@ -36,16 +36,14 @@ def test_averages(samples: list[int], weighting: str, seed: int, order: object) 
 
     places = list(range(len(samples)))
     order.shuffle(places)  # type: ignore[attr-defined]
-    for average, expected in zip(
-        averages(a[places], [samples[i] for i in places], weighting), (mean, weighted), strict=True
-    ):
-        torch.testing.assert_close(average, expected)
-    for average, x, y in zip(
+    for one, other in zip(averages(a[places], [samples[i] for i in places], weighting), (mean, weighted), strict=True):
+        torch.testing.assert_close(one, other)
+    for one, x, y in zip(
         averages(2 * a - 3 * b, samples, weighting), (mean, weighted), averages(b, samples, weighting), strict=True
     ):
-        torch.testing.assert_close(average, 2 * x - 3 * y)
-    for average in averages(a[:1].expand_as(a), samples, weighting):
-        torch.testing.assert_close(average, a[0])
+        torch.testing.assert_close(one, 2 * x - 3 * y)
+    for one in averages(a[:1].expand_as(a), samples, weighting):
+        torch.testing.assert_close(one, a[0])
     assert bool(((weighted >= a.amin(0) - 1e-12) & (weighted <= a.amax(0) + 1e-12)).all())
 
 

@@ -400,10 +400,8 @@ def test_leaks_are_counted_and_warned_of(copied, warns, recwarn):
     y = np.arange(200) % 3
     data = toy((train, y, test, y))
     assert data.leaked == copied
-    messages = [str(w.message) for w in recwarn if "x_test" in str(w.message)]
-    assert [
-        message.startswith(f"x_test: {copied} of 200 samples occur in x_train as well") for message in messages
-    ] == [True] * warns
+    texts = [str(w.message) for w in recwarn if "x_test" in str(w.message)]
+    assert [s.startswith(f"x_test: {copied} of 200 samples occur in x_train as well") for s in texts] == [True] * warns
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW", "NHW"])

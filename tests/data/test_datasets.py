@@ -69,10 +69,8 @@ def test_cifar100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(data.y_train, FINE[:150])
     assert data.mean == [0.5071, 0.4865, 0.4409]
     (tmp_path / "cifar-100-python" / "train").write_bytes(b"cut")
-    advice = "put there cifar-100-python, from https://www.cs.toronto.edu/~kriz/cifar.html, or set download: true"
-    with pytest.raises(
-        UserError, match=rf"^data.data_dir = [^\n]*CIFAR100 cannot be read [^\n]*corrupted.*; {advice}$"
-    ):
+    hint = "put there cifar-100-python, from https://www.cs.toronto.edu/~kriz/cifar.html, or set download: true"
+    with pytest.raises(UserError, match=rf"^data.data_dir = [^\n]*CIFAR100 cannot be read [^\n]*corrupted.*; {hint}$"):
         CIFAR100(str(tmp_path)).setup()
 
 

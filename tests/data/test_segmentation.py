@@ -280,10 +280,8 @@ def test_flip_and_jitter() -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.augment = Augment: ignores label maps; use ScaledCrop or null"):
         Cityscapes(augment=Augment())
-    expected = "heterogeneous/train, heterogeneous/test, leftImg8bit, gtFine, from https://github.com/Erosinho13"
-    with pytest.raises(
-        UserError, match=rf"^data.data_dir = '[^']*': 'heter[^']*' is missing; expected there {expected}"
-    ):
+    paths = "heterogeneous/train, heterogeneous/test, leftImg8bit, gtFine, from https://github.com/Erosinho13"
+    with pytest.raises(UserError, match=rf"^data.data_dir = '[^']*': 'heter[^']*' is missing; expected there {paths}"):
         Cityscapes(str(tmp_path)).setup()
     data = cityscapes(tmp_path)
     data.setup()

@@ -144,15 +144,9 @@ def test_partitions_are_counted_by_the_targets(task: str, y: Any, totals: list[i
     table = histogram(data)
     edges = np.sort(y[:30].reshape(30, -1)[:, 0])[[*range(0, 30, 30 // len(totals)), 29]]
     for part, row in zip(data.clients, table.counts, strict=True):
-        targets = data.y_train[part].double().numpy()
-        expected = (
-            targets.sum(0)
-            if task == "multilabel"
-            else np.histogram(targets[:, 0], edges)[0]
-            if len(totals) > 1
-            else [10]
-        )
-        assert row.tolist() == list(expected)
+        held = data.y_train[part].double().numpy()
+        want = held.sum(0) if task == "multilabel" else np.histogram(held[:, 0], edges)[0] if len(totals) > 1 else [10]
+        assert row.tolist() == list(want)
     assert table.counts.sum(0).tolist() == totals and len({*table.names}) == len(totals)
     axes = heat_map(table).axes[0]
     assert axes.get_ylabel() == table.unit and [tick.get_text() for tick in axes.get_yticklabels()] == table.names

@@ -48,7 +48,7 @@ def take(outputs: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("first", [1e-3, 0.7, 50.0])
 def test_quadratics(first: float) -> None:
-    """Along an eigenvector it is 2 / lambda, along the gradient the Rayleigh quotient; s D has s times the sharpness."""
+    """Along an eigenvector it is 2 / lambda, along the gradient the Rayleigh quotient; s D is s times as sharp."""
     draw = torch.Generator().manual_seed(0)
     h, c = torch.tensor([5.0, 2, 1, 0.1]).double(), torch.randn(4, generator=draw, dtype=torch.float64)
     model, data = Quadratic(h, c), [(torch.zeros(3, 1), torch.zeros(3))]

@@ -243,14 +243,12 @@ def test_measures_take_any_matrix(kind: Make) -> None:
         def __matmul__(self, v: Tensor) -> Tensor:
             return full @ v
 
-    for operator in (full, Bare()):
-        actual, expected = spectrum(operator, k=3, tol=1e-9), spectrum(a, k=3, tol=1e-9)
+    for b in (full, Bare()):
+        actual, expected = spectrum(b, k=3, tol=1e-9), spectrum(a, k=3, tol=1e-9)
         torch.testing.assert_close(actual.values, expected.values, rtol=1e-11, atol=1e-13)
-        assert lambda_max(operator).iterations == lambda_max(a).iterations
-        assert trace(operator, samples=12).value == pytest.approx(trace(a, samples=12).value, rel=1e-9)
-        assert density(operator, steps=8).moment(2).value == pytest.approx(
-            density(a, steps=8).moment(2).value, rel=1e-8
-        )
+        assert lambda_max(b).iterations == lambda_max(a).iterations
+        assert trace(b, samples=12).value == pytest.approx(trace(a, samples=12).value, rel=1e-9)
+        assert density(b, steps=8).moment(2).value == pytest.approx(density(a, steps=8).moment(2).value, rel=1e-8)
     for measure in (lambda_max, spectrum, trace, density):
         with pytest.raises(UserError, match=r"\(d, d\)"):
             measure(torch.ones(3, 4))  # type: ignore[operator]
