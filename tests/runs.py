@@ -80,7 +80,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rows(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Returns the last checkpoint's rows of all clients, wherever they lie, by name and client; options: the model's."""
+    """Returns all clients' rows of the last checkpoint, wherever they lie, by name and client; options: the model's."""
     content = last(folder)
     clients, objective = content["clients"], getattr(algorithms, content["identity"]["model"])
     store = ClientStore(objective(DigitsMLP(hidden=8), **options).client_inits(), clients["w0"])
