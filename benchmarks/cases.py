@@ -74,7 +74,7 @@ class Rounds(Callback):
 
 
 def arrays(root: str, clients: int, samples: int, *shape: int) -> fl.Arrays:
-    """Random samples, evenly divided."""
+    """Returns random samples, evenly divided."""
     draw, n, path = np.random.default_rng(0), clients * samples, f"{root}/data.npz"
     x, y = draw.standard_normal((n + 100, *(shape or (FEATURES,))), np.float32), draw.integers(0, CLASSES, n + 100)
     np.savez(path, x_train=x[:n], y_train=y[:n], x_test=x[n:], y_test=y[n:])
@@ -103,7 +103,7 @@ TRAINED: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def adapters(settings: Settings, turns: Turns) -> Row:
-    """FedDyn with 4 of 8 clients and a transformer."""
+    """Trains FedDyn with 4 of 8 clients and a transformer."""
     words, length, (dim, blocks, heads) = settings["words"], 32, settings["size"]
     draw = np.random.default_rng(0)
     clients = [(draw.integers(0, words, (4, length)), np.arange(4)) for _ in range(8)]
@@ -111,8 +111,8 @@ def adapters(settings: Settings, turns: Turns) -> Row:
     turns.ready()
     net = TRAINED[settings["trained"]](fl.TextTransformer(words, length, dim=dim, blocks=blocks, heads=heads))
     with tempfile.TemporaryDirectory() as root:
-        made = trainer(root, 2, Rounds(turns), fl.Checkpoints(), clients_per_round=4)
-        run = made.fit(fl.FedDyn(net=net, optimizer=fl.SGD(0.01)), data)
+        federation = trainer(root, 2, Rounds(turns), fl.Checkpoints(), clients_per_round=4)
+        run = federation.fit(fl.FedDyn(net=net, optimizer=fl.SGD(0.01)), data)
         files = {path.stem: path.stat().st_size / 1e6 for path in run.folder.checkpoints.iterdir()}
         rows = sum(v.nbytes for row in run.clients.rows().values() for v in row.values())
         return {
@@ -125,7 +125,7 @@ def adapters(settings: Settings, turns: Turns) -> Row:
 
 
 def scaffold(settings: Settings, turns: Turns) -> Row:
-    """SCAFFOLD with one step on one sample; of several cohorts in a row, seconds at first contact and later."""
+    """Trains SCAFFOLD with one step on one sample; of several cohorts, returns seconds at first contact and later."""
     clients, cohorts = settings["clients"], None
     if settings["net"] == "large":  # every client takes part twice
         cohorts = 2 * [list(range(k, min(k + COHORT, clients))) for k in range(0, clients, COHORT)]
@@ -136,10 +136,10 @@ def scaffold(settings: Settings, turns: Turns) -> Row:
     turns.ready()
     with tempfile.TemporaryDirectory() as root:
         data, began = arrays(root, clients, 1), time.perf_counter()
-        made = trainer(root, rounds, watch, fl.Checkpoints(every_n_rounds=50), **options)
-        run = made.fit(fl.SCAFFOLD(net=NETS[settings["net"]](), optimizer=fl.SGD(lr=0.01)), data)
+        federation = trainer(root, rounds, watch, fl.Checkpoints(every_n_rounds=50), **options)
+        run = federation.fit(fl.SCAFFOLD(net=NETS[settings["net"]](), optimizer=fl.SGD(lr=0.01)), data)
         half = len(watch.seconds) // 2
-        first, later = (statistics.median(some) for some in (watch.seconds[:half], watch.seconds[half:]))
+        first, later = (statistics.median(part) for part in (watch.seconds[:half], watch.seconds[half:]))
         rest = time.perf_counter() - began - sum(watch.seconds)
         return {"rest_s": rest, "first_s": first, "later_s": later, "rows_gb": size(run.folder.clients) / 1e9}
 
@@ -154,8 +154,8 @@ class Seen(Callback):
         self.opened = time.process_time()
         clients, names, d = run.data.num_clients, run.clients.inits, run.objective.flat.d
         for first in range(0, 0 if run.rounds_done else clients, 1000):
-            some = range(first, min(clients, first + 1000))
-            run.clients.stage({k: State({name: torch.full((d,), float(k)) for name in names}) for k in some})
+            block = range(first, min(clients, first + 1000))
+            run.clients.stage({k: State({name: torch.full((d,), float(k)) for name in names}) for k in block})
             run.clients.commit()
 
     def on_round_logged(self, run: Run, metrics: Mapping[str, float]) -> None:
@@ -165,16 +165,16 @@ class Seen(Callback):
 
 
 def seen(settings: Settings, turns: Turns) -> Row:
-    """Checkpoints of runs whose clients all have a row, and a restart; in CPU seconds."""
+    """Measures checkpoints of runs whose clients all have a row, and a restart; in CPU seconds."""
     with tempfile.TemporaryDirectory() as root:
         data = arrays(root, settings["clients"], 1)
         data.setup("fit")
         turns.ready()
         for rounds, checkpoint in ((10, None), (20, "last")):
             watch, started = Seen(), time.process_time()
-            made = trainer(root, rounds, watch, Rounds(turns), fl.Checkpoints(every_n_rounds=rounds),
-                           client_memory=settings["memory"])  # fmt: skip
-            run = made.fit(fl.SCAFFOLD(net=NETS["linear"](), optimizer=fl.SGD(lr=0.01)), data, checkpoint)
+            federation = trainer(root, rounds, watch, Rounds(turns), fl.Checkpoints(every_n_rounds=rounds),
+                                 client_memory=settings["memory"])  # fmt: skip
+            run = federation.fit(fl.SCAFFOLD(net=NETS["linear"](), optimizer=fl.SGD(lr=0.01)), data, checkpoint)
         return {
             "restart_s": watch.opened - started, "save_s": statistics.median(watch.saves),
             "save_mb": run.folder.last.stat().st_size / 1e6, "rows_gb": size(run.folder.clients) / 1e9,
@@ -185,14 +185,14 @@ def seen(settings: Settings, turns: Turns) -> Row:
 
 
 def cohorts(settings: Settings, turns: Turns) -> None:
-    """FedAvg with one step on ten images of each client, by engine and client_block."""
+    """Trains FedAvg with one step on ten images of each client, by engine and client_block."""
     clients = settings["clients"]
     with tempfile.TemporaryDirectory() as root:
         data = arrays(root, clients, 10, 1, 8, 8)
         data.setup("fit")
-        made = trainer(root, 8, Rounds(turns), clients_per_round=clients, **settings["trainer"])
+        federation = trainer(root, 8, Rounds(turns), clients_per_round=clients, **settings["trainer"])
         turns.ready()
-        made.fit(fl.FedAvg(net=NETS["cnn"](), optimizer=fl.SGD(lr=0.1)), data)
+        federation.fit(fl.FedAvg(net=NETS["cnn"](), optimizer=fl.SGD(lr=0.1)), data)
 
 
 # docs/planning.md: what processes send each other
@@ -209,7 +209,7 @@ SENT: dict[str, Callable[[int, int, int], tuple[float, float]]] = {
 
 
 def processes(settings: Settings, turns: Turns) -> Row:
-    """MB through the first process in a round: the digits among 100 clients, 20 a round, a net of 33,610 weights."""
+    """Counts MB through the first process in a round: digits, 20 of 100 clients a round, a net of 33,610 weights."""
     size, fork = settings["processes"], get_context("fork")
     turns.ready()
     with socket.socket() as free, tempfile.TemporaryDirectory() as root:
@@ -221,12 +221,12 @@ def processes(settings: Settings, turns: Turns) -> Row:
             child.start()
         for child in children:
             child.join()
-        found = json.loads(Path(root, "0.json").read_text())
-    return {"first_mb": (found["sent"] + found["received"]) / 1e6 / settings["rounds"]}
+        counts = json.loads(Path(root, "0.json").read_text())
+    return {"first_mb": (counts["sent"] + counts["received"]) / 1e6 / settings["rounds"]}
 
 
 def member(rank: int, port: int, settings: Settings, root: str) -> None:
-    """One process of the run, which counts."""
+    """Trains as one process of the run, and counts."""
     size, rounds, counts = settings["processes"], settings["rounds"], Counter[str]()
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "cases"}
@@ -244,9 +244,9 @@ def member(rank: int, port: int, settings: Settings, root: str) -> None:
         if name in ("isend", "irecv"):  # P2POp compares with these
             setattr(distributed_c10d, name, wrapped)
     data = fl.Digits(num_clients=100, partition=fl.Dirichlet(alpha=1.0), batch_size=8)
-    made = trainer(root, rounds, fl.Checkpoints(), clients_per_round=20, local_steps=2, devices=size, strategy="ddp",
-                   loggers=[], deterministic=settings["deterministic"])  # fmt: skip
-    made.fit(getattr(fl, settings["method"])(fl.DigitsMLP(hidden=448)), data)
+    federation = trainer(root, rounds, fl.Checkpoints(), clients_per_round=20, local_steps=2, devices=size,
+                         strategy="ddp", loggers=[], deterministic=settings["deterministic"])  # fmt: skip
+    federation.fit(getattr(fl, settings["method"])(fl.DigitsMLP(hidden=448)), data)
     Path(root, f"{rank}.json").write_text(json.dumps(counts))
 
 
@@ -264,7 +264,7 @@ def repeated(turns: Turns, do: Callable[[], float | None]) -> None:
 
 
 def curvature(settings: Settings, turns: Turns) -> None:
-    """lambda_max of the Hessian of a transformer with LoRA, to a residual of 1e-3, or by 20 steps."""
+    """Measures lambda_max of the Hessian of a transformer with LoRA, to a residual of 1e-3, or by 20 steps."""
     samples, length = settings["samples"], 64
     net = fl.LoRA(fl.TextTransformer(30_000, length), targets=["q", "v"], rank=8, trained=["head"]).eval()
     named = {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -288,7 +288,7 @@ def by_differences(net: nn.Module, batches: list[Any], named: dict[str, Any]) ->
 
 
 def critical(net: nn.Module, batches: list[Any], named: dict[str, Any]) -> float:
-    """Critical sharpness along the gradient, as the first one of a run, without a warm start."""
+    """Measures critical sharpness along the gradient, as the first one of a run, without a warm start."""
     return critical_rate(net, LOSS, batches, gradient(net, LOSS, batches)).evaluations
 
 
@@ -297,8 +297,8 @@ def curvlinops(net: nn.Module, batches: list[Any], named: dict[str, Any]) -> flo
     from scipy.sparse.linalg import LinearOperator, eigsh
 
     matrix = HessianLinearOperator(net, nn.CrossEntropyLoss(), [*named.values()], batches, check_deterministic=False)
-    by, products = matrix.to_scipy(), list[int]()
-    counted = LinearOperator(by.shape, lambda v: products.append(1) or by @ v, dtype="float32")
+    operator, products = matrix.to_scipy(), list[int]()
+    counted = LinearOperator(operator.shape, lambda v: products.append(1) or operator @ v, dtype="float32")
     eigsh(counted, k=1, which="LA", tol=1e-3, return_eigenvectors=False)
     return len(products)
 
@@ -319,13 +319,13 @@ LIBRARIES = {
 
 
 def images(n: int) -> tuple[Tensor, Tensor]:
-    """Random images of ten classes."""
+    """Returns random images of ten classes."""
     y = torch.randint(10, (n,))
     return torch.randn(n, 3, 32, 32) + torch.randn(10, 3, 32, 32)[y], y
 
 
 def products(settings: Settings, turns: Turns) -> None:
-    """A gradient of HsuCNN, or a product with its Hessian, with its graphs kept or without."""
+    """Computes a gradient of HsuCNN, or a product with its Hessian, with its graphs kept or without."""
     net, (x, y), what = fl.HsuCNN(), images(settings["samples"]), settings["what"]
     v = torch.randn(sum(p.numel() for p in net.parameters()))
     batches = list(zip(x.split(64), y.split(64), strict=True))
@@ -340,7 +340,7 @@ def products(settings: Settings, turns: Turns) -> None:
 
 
 def monitor(settings: Settings, turns: Turns) -> None:
-    """FedAvg on HsuCNN with the default monitor every ten rounds."""
+    """Trains FedAvg on HsuCNN with the default monitor every ten rounds."""
     x, y = images(settings["samples"] * 20 + 100)
     pixels = (40 * x.permute(0, 2, 3, 1) + 128).clamp(0, 255).to(torch.uint8).numpy()
     parts = np.split(np.arange(len(y) - 100), 20)
@@ -349,8 +349,8 @@ def monitor(settings: Settings, turns: Turns) -> None:
     turns.ready()
     with tempfile.TemporaryDirectory() as root:
         watch = fl.FlatnessMonitor(every_n_rounds=10)
-        made = trainer(root, settings["rounds"], watch, Rounds(turns), clients_per_round=5, local_steps=8)
-        made.fit(fl.FedAvg(net=fl.HsuCNN(), optimizer=fl.SGD(lr=0.05)), data)
+        federation = trainer(root, settings["rounds"], watch, Rounds(turns), clients_per_round=5, local_steps=8)
+        federation.fit(fl.FedAvg(net=fl.HsuCNN(), optimizer=fl.SGD(lr=0.05)), data)
 
 
 def here(name: str, function: Callable[..., Any], warm: int = 1, whole: bool = True, **settings: Any) -> Case:
@@ -358,7 +358,7 @@ def here(name: str, function: Callable[..., Any], warm: int = 1, whole: bool = T
 
 
 def suites(small: bool) -> dict[str, tuple[list[Case], list[str]]]:
-    """The cases of each suite, and the columns of its table."""
+    """Returns the cases of each suite, and the columns of its table."""
     transformer = {"words": 100, "size": (16, 1, 2)} if small else {"words": 70_000, "size": (768, 12, 12)}
     many, wide, rounds, few = (50, 20, 3, 20) if small else (1_000_000, 1_000, 20, 256)
     blocks = [wide] if small else [1_000, 250, 100, 50, 10]

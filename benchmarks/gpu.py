@@ -31,7 +31,7 @@ LEGS = {"correctness": Leg(jobs=8, seconds=90), "speed": Leg(jobs=1, seconds=60)
 
 def main(arguments: list[str]) -> int:
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    own, fit = arguments[:at], arguments[at + 1 :]
+    options, fit = arguments[:at], arguments[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("legs", nargs="*", type=leg, metavar="LEG=SECONDS", help=" or ".join(LEGS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="items whose name has this regular expression")
     parser.add_argument("--join", type=Path, help="file of results that --out takes over first")
     parser.add_argument("--report", type=Path, help="page that gets the tables at the end")
-    args = parser.parse_args(own)
+    args = parser.parse_args(options)
     if args.legs and args.device == "cuda" and not has_gpu():
         print("gpu.py: torch finds no CUDA device here; --device cpu runs every leg in small", file=sys.stderr)
         return 1
@@ -66,8 +66,8 @@ def main(arguments: list[str]) -> int:
 
 def join(new: Path, out: Path) -> None:
     """Puts the results of a file in place of those with the same machine, leg and item in another one."""
-    content, found = (json.loads(path.read_text()) if path.exists() else {} for path in (out, new))
-    for machine, parts in found.items():
+    content, added = (json.loads(path.read_text()) if path.exists() else {} for path in (out, new))
+    for machine, parts in added.items():
         known = content.setdefault(machine, {})
         for name, part in parts.items():
             if name in LEGS:  # what was cut short replaces nothing that is whole
@@ -81,7 +81,7 @@ def join(new: Path, out: Path) -> None:
 
 
 def leg(text: str) -> tuple[str, float]:
-    """A leg and its seconds."""
+    """Parses a leg and its seconds."""
     name, _, seconds = text.partition("=")
     if name not in LEGS:
         raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(LEGS)}")

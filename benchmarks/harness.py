@@ -76,14 +76,14 @@ class Turns:
         self._answer(about)
 
     def done(self, seconds: float, **numbers: float) -> None:
-        """One unit is done."""
+        """Counts a unit that is done."""
         self._units.append({"seconds": seconds, **numbers})
         self.left -= 1
         if self.left == 0:
             self._answer(self._units)
 
     def end(self, numbers: dict[str, float] | None) -> None:
-        """The case has ended by itself; these numbers are of the whole."""
+        """Answers that the case has ended by itself; these numbers are of all of it."""
         self._answer([*self._units, *([numbers] if numbers else [])])
 
     def _answer(self, value: Any) -> None:
@@ -120,7 +120,7 @@ class Player:
         )  # fmt: skip
 
     def answer(self) -> Any:
-        """Its next line.
+        """Returns its next line.
 
         Raises:
             RuntimeError: If it has ended, or does not answer.
@@ -158,7 +158,7 @@ class Player:
         return sum(_status(pid, key) for pid in _tree(self.process.pid)) / 2**20
 
     def kept(self) -> list[int]:
-        """Which turns count: those without foreign load, or all if there are less than two of them."""
+        """Returns which turns count: those without foreign load, or all if there are less than two of them."""
         clean = [i for i, turn in enumerate(self.turns) if not turn.foreign > LOAD]
         return clean if len(clean) >= 2 else list(range(len(self.turns)))
 
@@ -182,34 +182,34 @@ class Watch:
 
     def stop(self) -> tuple[float, float]:
         wall = time.perf_counter() - self.started
-        own, busy = (after - before for after, before in zip(self._read(), self.before, strict=True))
-        return own, max(0.0, busy - own) / (wall * (os.cpu_count() or 1))
+        cpu, busy = (after - before for after, before in zip(self._read(), self.before, strict=True))
+        return cpu, max(0.0, busy - cpu) / (wall * (os.cpu_count() or 1))
 
     def _read(self) -> tuple[float, float]:
         try:
             busy = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
         except OSError:  # no Linux
             return math.nan, math.nan
-        own = 0
+        ticks = 0
         for pid in _tree(self.pid):
             with suppress(OSError):  # it has just ended
-                own += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+                ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
         user, nice, system, _, _, irq, softirq, steal = map(int, busy[:8])
-        return own / TICK, (user + nice + system + irq + softirq + steal) / TICK
+        return ticks / TICK, (user + nice + system + irq + softirq + steal) / TICK
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all its descendants."""
-    found = [pid]
-    for parent in found:
+    """Returns a process and all its descendants."""
+    pids = [pid]
+    for parent in pids:
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             with suppress(OSError):
-                found += map(int, children.read_text().split())
-    return found
+                pids += map(int, children.read_text().split())
+    return pids
 
 
 def _status(pid: int, key: str) -> float:
-    """A value in KiB of /proc/<pid>/status."""
+    """Returns a value in KiB of /proc/<pid>/status."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return next((float(line.split()[1]) for line in lines if line.startswith(key)), 0.0)
@@ -245,36 +245,36 @@ def _succeeds(do: Callable[[Player], object], player: Player) -> bool:
 
 
 def of(units: Sequence[dict[str, float]], key: str) -> list[float]:
-    """What units say of a number; those that do not say anything are left out."""
+    """Returns what units say of a number; those that do not say anything are left out."""
     return [unit[key] for unit in units if unit.get(key) is not None]
 
 
 def row(player: Player, players: Sequence[Player], against: Iterable[str] = ()) -> Row:
-    """The row of a case: medians, smallest and largest values, and ratios to other cases within the same turns."""
+    """Returns the row of a case: medians, smallest and largest values, ratios to other cases within the same turns."""
     kept = player.kept()
     turns = [player.turns[i] for i in kept]
     units = [unit for turn in turns for unit in turn.units]
     numbers = {key: median(of(units, key)) for unit in units for key in unit if unit[key] is not None}
-    every = of(units, "seconds")
-    found: Row = {
-        "case": player.case.name, **player.about, **({"low": min(every), "high": max(every)} if every else {}),
+    seconds = of(units, "seconds")
+    cells: Row = {
+        "case": player.case.name, **player.about, **({"low": min(seconds), "high": max(seconds)} if seconds else {}),
         "cpu_s": median(turn.cpu for turn in turns), **numbers, "peak_gb": player.peak,
-        "more_gb": player.peak - player.before, "units": len(every), "turns": len(turns),
+        "more_gb": player.peak - player.before, "units": len(seconds), "turns": len(turns),
         "dropped": len(player.turns) - len(turns), "foreign": max(turn.foreign for turn in turns),
     }  # fmt: skip
-    for other in players:
-        if other.case.name in against and other is not player:
-            theirs = other.kept()
-            both = sorted({*kept} & {*theirs})
-            pairs = zip(both, both, strict=True) if both else zip(theirs, kept, strict=False)
-            ratios = [other.turns[i].seconds / player.turns[j].seconds for i, j in pairs]
-            name = f"vs {other.case.name}"
-            found |= {name: median(ratios), f"{name}, low": min(ratios), f"{name}, high": max(ratios)}
-    return found
+    for rival in players:
+        if rival.case.name in against and rival is not player:
+            theirs = rival.kept()
+            common = sorted({*kept} & {*theirs})
+            pairs = zip(common, common, strict=True) if common else zip(theirs, kept, strict=False)
+            ratios = [rival.turns[i].seconds / player.turns[j].seconds for i, j in pairs]
+            name = f"vs {rival.case.name}"
+            cells |= {name: median(ratios), f"{name}, low": min(ratios), f"{name}, high": max(ratios)}
+    return cells
 
 
 def machine() -> str:
-    """The processor, its cores, how it computes in bfloat16, and torch."""
+    """Returns the processor, its cores, how it computes in bfloat16, and torch."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -41,27 +41,27 @@ Row = dict[str, Any]
 
 
 def stored(path: Path) -> list[Row]:
-    """The rows of a CSV file."""
+    """Returns the rows of a CSV file."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def trained(name: str, args: str, *more: str) -> Path:
-    """The folder of a run with these arguments of ``fit``, which is trained if it is not there."""
+def trained(name: str, args: str, *options: str) -> Path:
+    """Returns the folder of a run with these arguments of ``fit``, which is trained if it is not there."""
     name = re.sub(r"[^\w.-]+", "_", name)
     if not (RUNS / name).exists():
-        fl_lightning(["fit", *args.split(), *more, f"--trainer.default_root_dir={RUNS}", f"--trainer.name={name}"])
+        fl_lightning(["fit", *args.split(), *options, f"--trainer.default_root_dir={RUNS}", f"--trainer.name={name}"])
     return RUNS / name / "version_0"
 
 
 def swept(name: str, seeds: str) -> list[Row]:
-    """The trials of a sweep of the package; what lies in its folder is not trained again."""
+    """Returns the trials of a sweep of the package; what lies in its folder is not trained again."""
     fl_lightning(["sweep", f"sweeps/{name}", "--seeds", seeds, "--out", str(RUNS)])
     return stored(RUNS / name / "sweep.csv")
 
 
 def small(png: bytes | Path, scale: float = 1.0, colours: int = 64) -> Any:
-    """A picture at a part of its size, with a small palette."""
+    """Returns a picture at a part of its size, with a small palette."""
     from PIL import Image
 
     image = Image.open(png if isinstance(png, Path) else BytesIO(png)).convert("RGB")
@@ -70,23 +70,23 @@ def small(png: bytes | Path, scale: float = 1.0, colours: int = 64) -> Any:
     return image.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
 
 
-def runs(rows: Sequence[Row], *of: str) -> list[list[Row]]:
-    """The rows that have all these values in their columns, by seed."""
-    found: dict[str, list[Row]] = {}
+def runs(rows: Sequence[Row], *values: str) -> list[list[Row]]:
+    """Returns the rows that have all these values in their columns, by seed."""
+    by_seed: dict[str, list[Row]] = {}
     for row in rows:
-        if {*of} <= {*row.values()}:
-            found.setdefault(row["seed"], []).append(row)
-    return [*found.values()]
+        if {*values} <= {*row.values()}:
+            by_seed.setdefault(row["seed"], []).append(row)
+    return [*by_seed.values()]
 
 
 def spread(values: Sequence[float], digits: int, range_: bool = False) -> str:
-    """Mean and standard deviation over the seeds, or the lowest and the highest; ``-`` if one has no value."""
+    """Returns mean and standard deviation over the seeds, or the lowest and the highest; ``-`` if one has no value."""
     if math.isnan(sum(values)):
         return "-"
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
-    about = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if range_ else f" ± {stdev(values):.{digits}f}"
-    return f"{mean(values):.{digits}f}{about}"
+    suffix = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if range_ else f" ± {stdev(values):.{digits}f}"
+    return f"{mean(values):.{digits}f}{suffix}"
 
 
 # docs/algorithms: accuracy by round, and the loss around the final models
@@ -126,9 +126,9 @@ OWN = ("FedAdamW", "FedMuon", "LocalMuon")
 
 
 def default_run(label: str) -> tuple[list[tuple[int, float]], torch.Tensor]:
-    """Accuracy by round, and the final weights, of a run with the class's defaults, such as ``FedDyn + SAM``."""
-    name, *more = re.split(r" \+ | \(|\)$", label)
-    settings = [WITH.get(part, "") for part in more] + ["--model.optimizer null"] * (name in OWN)
+    """Returns accuracy by round and the final weights of a run with the class's defaults, such as ``FedDyn + SAM``."""
+    name, *parts = re.split(r" \+ | \(|\)$", label)
+    settings = [WITH.get(part, "") for part in parts] + ["--model.optimizer null"] * (name in OWN)
     folder = trained(label, " ".join([DEFAULTS, name, *settings, PLAIN]))
     model = getattr(fl, name).load_from_checkpoint(folder / "checkpoints/last.ckpt", net=fl.DigitsMLP())
     w = torch.cat([p.detach().reshape(-1) for p in model.net.parameters()])
@@ -136,36 +136,36 @@ def default_run(label: str) -> tuple[list[tuple[int, float]], torch.Tensor]:
 
 
 def algorithms(*pages: str) -> None:
-    """The figures of the pages of these names, or of all."""
-    own: dict[str, list[str]] = {}
+    """Draws the figures of the pages of these names, or of all."""
+    by_page: dict[str, list[str]] = {}
     for entry in entries():
-        own.setdefault(entry.page.removesuffix(".md"), []).append(entry.name)
-    for page in pages or own | SHOWN:
-        labels = ["FedAvg", *(own | SHOWN)[page]]
+        by_page.setdefault(entry.page.removesuffix(".md"), []).append(entry.name)
+    for page in pages or by_page | SHOWN:
+        labels = ["FedAvg", *(by_page | SHOWN)[page]]
         draw_algorithms(labels, {label: default_run(label) for label in labels}, DOCS / f"algorithms/{page}-figure.png")
 
 
 def draw_algorithms(labels: list[str], runs: dict[str, Any], path: Path) -> None:
-    """Curves of all runs, and the training loss over two random directions, the same for all, of the first four."""
+    """Draws curves of all runs, and the training loss of the first four over the same two random directions."""
     data, net = fl.Digits(num_clients=50, batch_size=16, partition=fl.Dirichlet(0.05)), fl.DigitsMLP()
     data.setup("fit")
     loss, steps = torch.nn.CrossEntropyLoss(reduction="none"), torch.linspace(-1, 1, 25)
-    drawn = {
+    landscapes = {
         label: surface(
             net, loss, {"train": lambda: data.eval_batches("train")}, w, random_plane(FlatSpec(net), w, 0), steps
         )
         for label, (_, w) in list(runs.items())[:4]
     }
     with new_figure(PAGE, 1.9) as figure:
-        panels = figure.subplots(1, 1 + len(drawn), width_ratios=[1.6] + [1] * len(drawn))
+        panels = figure.subplots(1, 1 + len(landscapes), width_ratios=[1.6] + [1] * len(landscapes))
         for label, color, dash in zip(labels, ("0.5", *COLORS), (DASHES[1], DASHES[0], *DASHES[2:]), strict=False):
             panels[0].plot(*zip(*runs[label][0], strict=True), color=color, linestyle=dash, label=label)
         panels[0].set(xlabel="round", ylabel="test accuracy", ylim=(0, 1))
         panels[0].grid(alpha=0.3)
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-        scale = Scale.of([found.loss["train"] for found in drawn.values()])
-        for (label, found), panel in zip(drawn.items(), panels[1:], strict=True):
-            filled = draw_contour(panel, found, scale.clip(found.loss["train"]), scale)
+        scale = Scale.of([landscape.loss["train"] for landscape in landscapes.values()])
+        for (label, landscape), panel in zip(landscapes.items(), panels[1:], strict=True):
+            filled = draw_contour(panel, landscape, scale.clip(landscape.loss["train"]), scale)
             panel.set_title(label)
             panel.set(xticks=[-1, 0, 1], yticks=[-1, 0, 1] if panel is panels[1] else [], box_aspect=1)
         scale.bar(figure, filled, list(panels[1:]), "training loss")
@@ -195,13 +195,13 @@ LATENESS = {"staleness": "client/staleness", "late": "client/late"}
 
 
 def clock() -> None:
-    """docs/clock.csv, a row an evaluation, and docs/clock.png."""
+    """Writes docs/clock.csv, a row an evaluation, and docs/clock.png."""
     rows: list[Row] = []
     for (devices, (seeds, settings)), (method, args) in [(d, m) for d in DEVICES.items() for m in CLOCK.items()]:
         for seed in seeds:
-            of = f"{args} {settings} --trainer.seed {seed} --trainer.engine graphed"
-            found = read_metrics(trained(f"{devices}, {method}, {seed}", of) / "metrics.csv")
-            columns = {head: dict(found.get(name, [])) for head, name in (HOURS | LATENESS).items()}
+            arguments = f"{args} {settings} --trainer.seed {seed} --trainer.engine graphed"
+            metrics = read_metrics(trained(f"{devices}, {method}, {seed}", arguments) / "metrics.csv")
+            columns = {head: dict(metrics.get(name, [])) for head, name in (HOURS | LATENESS).items()}
             for step in columns["accuracy"]:
                 row = {head: values.get(step, "") for head, values in columns.items()}
                 row["hours"] = f"{row['hours'] / 3600:.5f}"
@@ -231,7 +231,7 @@ def draw_clock() -> None:
 
 
 def clock_table() -> str:
-    """A row for each kind of devices and method; the last tenth of the hour counts."""
+    """Returns a row for each kind of devices and method; the last tenth of the hour counts."""
     rows = stored(DOCS / "clock.csv")
     lines = [["devices", "method", "steps", "hours to 0.9", "accuracy", "lambda_max", "staleness", "late of 10"]]
     for devices, method in product(DEVICES, CLOCK):
@@ -259,14 +259,14 @@ UPLOADS = {"topk": ("rate",), "randk": ("rate",), "qsgd": ("levels", "bucket"), 
 
 
 def compression() -> None:
-    """docs/compression.csv, a row a measured round of sweeps/digits_compression, and docs/compression.png."""
+    """Writes docs/compression.csv, a row a measured round of sweeps/digits_compression, and docs/compression.png."""
     rows = [row for trial in swept("digits_compression", "0,1,2") for row in compressed(Path(trial["folder"]))]
     write_table(DOCS / "compression.csv", COMPRESSION, rows)
     draw_compression()
 
 
 def compressed(folder: Path) -> list[list[Any]]:
-    """A row for each measured round of a run."""
+    """Returns a row for each measured round of a run."""
     model = load_yaml((folder / "config.yaml").read_text())["model"]
     algorithm, upload = model["class_path"].rpartition(".")[2], "32 bits"
     for part in model["init_args"]["parts"] or ():
@@ -301,7 +301,7 @@ def compressed(folder: Path) -> list[list[Any]]:
 
 
 def draw_compression() -> None:
-    """lambda_max against training loss, one panel for each algorithm."""
+    """Draws lambda_max against training loss, one panel for each algorithm."""
     rows = stored(DOCS / "compression.csv")
     with new_figure(PAGE, 2.6) as figure:
         panels = figure.subplots(1, 2, sharex=True, sharey=True)
@@ -318,7 +318,7 @@ def draw_compression() -> None:
 
 
 def compression_table(loss: float = 0.1) -> str:
-    """Accuracy and lambda_max of the last round, and lambda_max where the loss first falls to ``loss``."""
+    """Returns accuracy and lambda_max of the last round, and lambda_max where the loss first falls to ``loss``."""
     rows = stored(DOCS / "compression.csv")
     heads = ["algorithm", "upload", "bits a number", "accuracy", "λ_max", f"λ_max at loss {loss:g}"]
     lines = [heads]
@@ -331,7 +331,7 @@ def compression_table(loss: float = 0.1) -> str:
 
 
 def at_loss(run: list[Row], loss: float) -> float:
-    """lambda_max where the training loss first falls to this value, linear in both logarithms; NaN if it never does."""
+    """Returns lambda_max where the training loss first falls to this value, linear in both logarithms; NaN if never."""
     points = [(math.log(float(row["train_loss"])), math.log(float(row["lambda_max"]))) for row in run]
     for (a, x), (b, y) in pairwise(points):
         if a > math.log(loss) >= b:
@@ -348,21 +348,21 @@ CLASS, SHARE, KIND = (
 
 
 def robustness() -> None:
-    """docs/robustness.csv, a row a setting of sweeps/digits_robustness, and docs/robustness.png."""
-    found: dict[tuple[str, ...], list[float]] = {}
+    """Writes docs/robustness.csv, a row a setting of sweeps/digits_robustness, and docs/robustness.png."""
+    scores: dict[tuple[str, ...], list[float]] = {}
     for trial in swept("digits_robustness", "0,1,2"):
         rule = CLASS.search(trial["trainer.aggregation"] or "mean")[1] + " 0.4" * (
             "'share'" in trial["trainer.aggregation"]
         )
-        kind, share = (of.search(trial["trainer.faults"]) for of in (KIND, SHARE))
+        kind, share = (pattern.search(trial["trainer.faults"]) for pattern in (KIND, SHARE))
         key = (CLASS.search(trial["model"])[1], rule, kind[1] if kind else "none", share[1] if share else "0.0")
-        found.setdefault(key, []).append(float(trial["server/test/acc_headline"] or 0.1))  # one that diverged guesses
-    write_table(DOCS / "robustness.csv", ROBUST, ([*key, round(mean(values), 4)] for key, values in found.items()))
+        scores.setdefault(key, []).append(float(trial["server/test/acc_headline"] or 0.1))  # one that diverged guesses
+    write_table(DOCS / "robustness.csv", ROBUST, ([*key, round(mean(values), 4)] for key, values in scores.items()))
     draw_robustness()
 
 
 def draw_robustness() -> None:
-    """Accuracy by the share of bad clients: a row of panels for each method, a column for each kind."""
+    """Draws accuracy by the share of bad clients: a row of panels for each method, a column for each kind."""
     rows = stored(DOCS / "robustness.csv")
     methods, rules, kinds = (list(dict.fromkeys(row[key] for row in rows)) for key in ROBUST[:3])
     kinds.remove("none")
@@ -370,10 +370,10 @@ def draw_robustness() -> None:
         panels = figure.subplots(len(methods), len(kinds), sharex=True, sharey=True, squeeze=False)
         cells = zip(panels.flat, product(methods, kinds), strict=True)
         for (axis, (method, kind)), (i, rule) in product(cells, enumerate(rules)):
-            of = [
+            matches = [
                 row for row in rows if (row["method"], row["rule"]) == (method, rule) and row["kind"] in ("none", kind)
             ]
-            points = sorted((100 * float(row["share"]), 100 * float(row["accuracy"])) for row in of)
+            points = sorted((100 * float(row["share"]), 100 * float(row["accuracy"])) for row in matches)
             axis.plot(*zip(*points, strict=True), label=rule, color=COLORS[i], ls=DASHES[i], marker=MARKERS[i])
             axis.set(title=f"{method}, {kind}", ylim=(0, 100))
             axis.grid(alpha=0.4)
@@ -388,12 +388,12 @@ def draw_robustness() -> None:
 
 
 def theory_table() -> str:
-    """A row for each quantity of a theorem; of several values of a parameter the one with the largest error."""
+    """Returns a row for each quantity of a theorem; of several values of a parameter the one with the largest error."""
     rows = stored(DOCS / "theory/theory.csv")
     worst = dict[tuple[str, str, str], Row]()
     for row in rows:
         quantity = row["theorem"], row["clients"], re.sub(r", [Kηρ] = .*", "", row["quantity"])
-        worst[quantity] = max(row, worst.get(quantity, row), key=lambda each: float(each["error"]))
+        worst[quantity] = max(row, worst.get(quantity, row), key=lambda candidate: float(candidate["error"]))
     return markdown([[*rows[0]], *(row.values() for row in worst.values())])
 
 

@@ -45,7 +45,7 @@ COLUMNS = (
 
 
 def cases(work: str, method: str, common: dict[str, Any]) -> list[Case]:
-    """The contestants of a work and a method; peers only where they have it, and are installed."""
+    """Returns the contestants of a work and a method; peers only where they have it, and are installed."""
     small = work.startswith("W3")
     peers = {
         "pfl": method == "FedAvg" and work != "W2",
@@ -72,7 +72,7 @@ def cases(work: str, method: str, common: dict[str, Any]) -> list[Case]:
 
 
 def stored() -> list[Row]:
-    """The rows of the file, with numbers as numbers, without empty cells."""
+    """Returns the rows of the file, with numbers as numbers, without empty cells."""
     with CSV.open(newline="", encoding="utf-8") as file:
         return [
             {key: value if key in TEXT else float(value) for key, value in line.items() if value != ""}
@@ -90,36 +90,36 @@ def store(rows: list[Row]) -> None:
 
 
 def fill(text: str) -> str:
-    """The page with the tables of the file."""
+    """Returns the page with the tables of the file."""
     block = re.compile(r"(<!-- benchmarks -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
     return block.sub(lambda match: f"{match[1]}\n{tables(stored())}\n{match[2]}", text)
 
 
 def tables(rows: list[Row]) -> str:
-    """Medians of a round by machine and work: contestants by method, with the largest memory of a contestant."""
+    """Returns medians of a round by machine and work: contestants by method, each with its largest memory."""
     pieces = []
     for name, group in groupby(rows, lambda row: row["machine"]):
         pieces.append(f"**{name}**\n")
-        for work, of in groupby(group, lambda row: row["work"]):
+        for work, work_rows in groupby(group, lambda row: row["work"]):
             unit, scale = ("ms", 1e3) if work.startswith("W3") else ("s", 1.0)
-            found: dict[str, dict[str, Row]] = {}
-            for line in of:
+            contestants: dict[str, dict[str, Row]] = {}
+            for line in work_rows:
                 who = line["contestant"].replace("auto", f"auto ({line.get('engine')})")
-                found.setdefault(who, {})[line["method"]] = line
+                contestants.setdefault(who, {})[line["method"]] = line
             lines = [[f"{work}: {WORKS[work].ours}, {unit} a round", *METHODS, "GB at the peak"]]
-            for who, by in found.items():
-                rounds = [f"{by[method]['round_s'] * scale:.3g}" if method in by else "" for method in METHODS]
-                lines.append([who, *rounds, f"{max(line['peak_gb'] for line in by.values()):.2f}"])
+            for who, cells in contestants.items():
+                rounds = [f"{cells[method]['round_s'] * scale:.3g}" if method in cells else "" for method in METHODS]
+                lines.append([who, *rounds, f"{max(line['peak_gb'] for line in cells.values()):.2f}"])
             pieces.append(markdown(lines))
     return "\n".join(pieces)
 
 
-def named(found: Row) -> Row:
-    """A row of the harness by the names of the file."""
+def named(cells: Row) -> Row:
+    """Returns a row of the harness by the names of the file."""
     names = {"case": "contestant", "seconds": "round_s", "low": "round_min", "high": "round_max", "units": "rounds"}
     ratio = re.compile(r"vs (\w+)[^,]*(?:, (\w+))?")
-    found = {names.get(key, key): value for key, value in found.items()}
-    return {ratio.sub(lambda m: "_".join(filter(None, ("vs", m[1].lower(), m[2]))), k): v for k, v in found.items()}
+    cells = {names.get(key, key): value for key, value in cells.items()}
+    return {ratio.sub(lambda m: "_".join(filter(None, ("vs", m[1].lower(), m[2]))), k): v for k, v in cells.items()}
 
 
 def main() -> None:
@@ -137,7 +137,7 @@ def main() -> None:
         print(f"{', '.join(missing)} left out: python -m pip install -r contest/requirements.txt")
     print(f"{machine()}; load average {os.getloadavg()[0]:.2f}", flush=True)
     rows: list[Row] = []
-    for work in [name for name in WORKS if any(name.startswith(wanted) for wanted in args.work.split(","))]:
+    for work in [name for name in WORKS if any(name.startswith(prefix) for prefix in args.work.split(","))]:
         common = {} if work.startswith("W3") else {"threads": args.threads}
         common |= {"steps": args.steps} if work == "W2" else {}
         for method in args.methods.split(","):

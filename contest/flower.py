@@ -48,7 +48,7 @@ class Steps(FedAvg):
 
 @cache
 def client_data(name: str) -> list[tuple[Tensor, Tensor]]:
-    """Loaded once in each of Ray's processes."""
+    """Loads the data, once in each of Ray's processes."""
     torch.set_num_threads(1)
     return workloads.WORKS[name].data()
 

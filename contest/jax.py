@@ -30,7 +30,7 @@ def pooled(x: Any) -> Any:
 
 
 def net(weights: Weights, x: Any, padding: str) -> Any:
-    """The logits of images ``(n, C, H, W)``: convolutions with ReLU and pooling, then linear layers."""
+    """Returns the logits of images ``(n, C, H, W)``: convolutions with ReLU and pooling, then linear layers."""
     *hidden, (w, b) = weights
     for w1, b1 in hidden:
         if w1.ndim == 4:
@@ -57,29 +57,29 @@ def initial(shapes: list[tuple[int, ...]]) -> Weights:
 
 
 def augmented(x: Any, top: Any, left: Any, flip: Any) -> Any:
-    """One crop and one flip for a whole batch."""
+    """Crops and flips a whole batch at once."""
     padded = jnp.pad(x, ((0, 0), (0, 0), (PAD, PAD), (PAD, PAD)))
     x = jax.lax.dynamic_slice(padded, (0, 0, top, left), x.shape)
     return jnp.where(flip, x[..., ::-1], x)
 
 
 def run(settings: dict[str, Any], turns: Turns) -> None:
-    """``form`` is float32, tf32 or bf16, ``vmap`` whether all clients train at once, ``device`` cpu or cuda.
+    """Trains; ``form`` is float32, tf32 or bf16, ``vmap`` whether all clients train at once, ``device`` cpu or cuda.
 
     Raises:
         RuntimeError: If JAX does not run there.
     """
-    of, device, form = work(settings), settings.get("device", "cpu"), settings.get("form", "float32")
-    if device == "cpu" and of.threads == 1:
+    workload, device, form = work(settings), settings.get("device", "cpu"), settings.get("form", "float32")
+    if device == "cpu" and workload.threads == 1:
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     began = time.perf_counter()
     if ((platform := jax.devices()[0].platform) == "gpu") != (device == "cuda"):
         raise RuntimeError(f"JAX runs on {platform}")
     padding, shapes = NETS[settings["work"]]
-    images, targets = of.arrays()
+    images, targets = workload.arrays()
     x, y = jnp.asarray(images.numpy()), jnp.asarray(targets.numpy(), jnp.int32)
-    parts = of.parts(len(images))
-    samples = min(int(of.samples), *map(len, parts))
+    parts = workload.parts(len(images))
+    samples = min(int(workload.samples), *map(len, parts))
     clients = np.stack([part.numpy()[:samples] for part in parts])
     dtype = jnp.bfloat16 if form == "bf16" else jnp.float32
 
@@ -88,35 +88,37 @@ def run(settings: dict[str, Any], turns: Turns) -> None:
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1).mean()
 
     def train(w: Weights, x: Any, y: Any, draws: tuple[Any, ...]) -> Weights:
-        """All local steps of a client; its draws are its samples, and the crop and flip of each step."""
+        """Takes all local steps of a client; its draws are its samples, and the crop and flip of each step."""
 
-        def step(w: Weights, now: tuple[Any, ...]) -> tuple[Weights, None]:
-            at, *crop = now
-            batch, labels = x[at].astype(jnp.float32) / of.scale, y[at]
-            batch = augmented(batch, *crop) if of.augment else batch
+        def step(w: Weights, step_draws: tuple[Any, ...]) -> tuple[Weights, None]:
+            indices, *crop = step_draws
+            batch, labels = x[indices].astype(jnp.float32) / workload.scale, y[indices]
+            batch = augmented(batch, *crop) if workload.augment else batch
             g = jax.grad(loss)(w, batch, labels)
             if settings["method"] == "FedSAM":
                 scale = RHO / (jnp.sqrt(sum(jnp.vdot(v, v) for v in jax.tree.leaves(g))) + 1e-12)
                 g = jax.grad(loss)(jax.tree.map(lambda a, e: a + scale * e, w, g), batch, labels)
-            return jax.tree.map(lambda a, e: a - of.lr * e, w, g), None
+            return jax.tree.map(lambda a, e: a - workload.lr * e, w, g), None
 
         return jax.lax.scan(step, w, draws)[0]
 
-    each: Callable[..., Any] = jax.vmap if settings.get("vmap", True) else lambda f: lambda v: jax.lax.map(f, v)
+    over_clients: Callable[..., Any] = jax.vmap if settings.get("vmap", True) else lambda f: lambda v: jax.lax.map(f, v)
 
     @jax.jit
     def round_(w: Weights, x: Any, y: Any, draws: tuple[Any, ...]) -> Weights:
-        return jax.tree.map(lambda v: v.mean(0), each(lambda own: train(w, x, y, own))(draws))
+        return jax.tree.map(lambda v: v.mean(0), over_clients(lambda client_draws: train(w, x, y, client_draws))(draws))
 
-    draw, weights, first, shape = np.random.default_rng(0), initial(shapes), 0.0, (of.cohort, of.steps)
+    draw, weights, first, shape = np.random.default_rng(0), initial(shapes), 0.0, (workload.cohort, workload.steps)
     turns.ready(jax=jax.__version__)
     with jax.default_matmul_precision(PRECISIONS[form]):
         while True:
             started = time.perf_counter()
-            cohort = clients[draw.choice(of.clients, of.cohort, replace=False)]
-            order = np.resize(draw.permuted(cohort, axis=1).T, (of.steps * of.batch, of.cohort)).T
+            cohort = clients[draw.choice(workload.clients, workload.cohort, replace=False)]
+            order = np.resize(draw.permuted(cohort, axis=1).T, (workload.steps * workload.batch, workload.cohort)).T
             crops, flips = draw.integers(0, 2 * PAD + 1, (2, *shape)), draw.integers(0, 2, shape) == 1
-            weights = jax.block_until_ready(round_(weights, x, y, (order.reshape(*shape, of.batch), *crops, flips)))
+            weights = jax.block_until_ready(
+                round_(weights, x, y, (order.reshape(*shape, workload.batch), *crops, flips))
+            )
             ended = time.perf_counter()
             first = first or ended - began
             peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -57,19 +57,19 @@ class Steps(Callback):
 
 
 def model_of(work: Work, method: str) -> fl.LocalObjective:
-    """The package's algorithm with the workload's net."""
+    """Returns the package's algorithm with the workload's net."""
     sgd = fl.SGD(lr=work.lr, momentum=work.momentum)
     return getattr(fl, method)(net=getattr(fl, work.ours)(), optimizer=sgd, **OPTIONS[method])
 
 
 def run(settings: dict[str, Any], turns: Turns) -> None:
-    of = work(settings)
+    workload = work(settings)
     never = 10**5  # more rounds than are ever run
     with tempfile.TemporaryDirectory() as folder:
         trainer = fl.FederatedTrainer(
-            max_rounds=never, clients_per_round=of.cohort, local_steps=of.steps, eval_every=never,
-            accelerator="cpu", threads=of.threads, **settings["trainer"],
+            max_rounds=never, clients_per_round=workload.cohort, local_steps=workload.steps, eval_every=never,
+            accelerator="cpu", threads=workload.threads, **settings["trainer"],
             callbacks=[Steps(turns), Checkpoints(every_n_rounds=never)], default_root_dir=folder,
             enable_progress_bar=False,
         )  # fmt: skip
-        trainer.fit(model_of(of, settings["method"]), Data(of))
+        trainer.fit(model_of(workload, settings["method"]), Data(workload))

@@ -60,19 +60,22 @@ class Steps(TrainingProcessCallback):
 
 
 def run(settings: dict[str, Any], turns: Turns) -> None:
-    of = work(settings)
-    clients = [PyTorchTensorDataset((x.float().div_(of.scale), y)) for x, y in of.data()]
-    data = FederatedDataset(clients.__getitem__, get_user_sampler("random", list(range(of.clients))))
-    module = Module(of.net())
+    workload = work(settings)
+    clients = [PyTorchTensorDataset((x.float().div_(workload.scale), y)) for x, y in workload.data()]
+    data = FederatedDataset(clients.__getitem__, get_user_sampler("random", list(range(workload.clients))))
+    module = Module(workload.net())
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
     never = 10**9
     FederatedAveraging().run(
         NNAlgorithmParams(
-            central_num_iterations=never, evaluation_frequency=never, train_cohort_size=of.cohort, val_cohort_size=0
+            central_num_iterations=never,
+            evaluation_frequency=never,
+            train_cohort_size=workload.cohort,
+            val_cohort_size=0,
         ),
         SimulatedBackend(data, data),
         model,
-        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=of.lr, local_batch_size=of.batch),
+        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=workload.lr, local_batch_size=workload.batch),
         NNEvalHyperParams(local_batch_size=500),
         callbacks=[Steps(turns)],
         send_metrics_to_platform=False,

@@ -24,12 +24,12 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def run(settings: dict[str, Any], turns: Turns) -> None:
-    of = work(settings)
-    method, data = METHODS[settings["method"]](of.net(), of), of.data()
+    workload = work(settings)
+    method, data = METHODS[settings["method"]](workload.net(), workload), workload.data()
     turns.ready()
     while True:
         started = time.perf_counter()
-        method.round(torch.randperm(of.clients)[: of.cohort].tolist(), data)
+        method.round(torch.randperm(workload.clients)[: workload.cohort].tolist(), data)
         turns.done(time.perf_counter() - started)
 
 
@@ -161,6 +161,6 @@ def vector(net: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def move(net: nn.Module, by: list[Tensor], sign: int) -> None:
-    for p, v in zip(net.parameters(), by, strict=True):
+def move(net: nn.Module, vectors: list[Tensor], sign: int) -> None:
+    for p, v in zip(net.parameters(), vectors, strict=True):
         p.add_(v, alpha=sign)

@@ -76,27 +76,27 @@ class Work:
     augment: bool
 
     def arrays(self) -> tuple[Tensor, Tensor]:
-        """All uint8 images ``(n, C, H, W)`` and labels."""
+        """Returns all uint8 images ``(n, C, H, W)`` and labels."""
         return _digits() if self.name.startswith("W3") else _images(50_000)
 
     def parts(self, n: int) -> tuple[Tensor, ...]:
-        """Each client's indices."""
+        """Returns each client's indices."""
         return torch.randperm(n, generator=torch.Generator().manual_seed(0)).tensor_split(self.clients)
 
     def data(self) -> list[tuple[Tensor, Tensor]]:
-        """Each client's images and labels."""
+        """Returns each client's images and labels."""
         x, y = self.arrays()
         return [(x[part], y[part]) for part in self.parts(len(y))]
 
     def batches(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """One client's batches of a round, as a plain loop makes them: one crop and one flip for a whole batch."""
+        """Yields a client's batches of a round, as a plain loop makes them: one crop and one flip for a whole batch."""
         x, order = x.float().div_(self.scale), torch.empty(0, dtype=torch.int64)
         per_epoch = -(-len(y) // self.batch)
         for step in range(self.steps):
             if step % per_epoch == 0:
                 order = torch.randperm(len(y), device=y.device)
-            at = order[step % per_epoch * self.batch :][: self.batch]
-            yield self._augmented(x[at]) if self.augment else x[at], y[at]
+            indices = order[step % per_epoch * self.batch :][: self.batch]
+            yield self._augmented(x[indices]) if self.augment else x[indices], y[indices]
 
     @staticmethod
     def _augmented(x: Tensor) -> Tensor:
@@ -138,6 +138,6 @@ WORKS = {
 
 
 def work(settings: dict[str, Any]) -> Work:
-    """The workload of a contestant, with the changes of its settings."""
+    """Returns the workload of a contestant, with the changes of its settings."""
     names = {field.name for field in fields(Work)} - {"name"}
     return replace(WORKS[settings["work"]], **{key: value for key, value in settings.items() if key in names})

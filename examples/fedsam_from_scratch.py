@@ -21,7 +21,7 @@ from fl_lightning.core.rng import generator
 
 
 def gradient(fabric: L.Fabric, net: nn.Module, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Gradient of the minibatch's mean loss at weights w, both (d,)."""
+    """Returns the gradient of the minibatch's mean loss at weights w, both (d,)."""
     parameters = list(net.parameters())
     vector_to_parameters(w, parameters)  # views of w, not copies
     with fabric.autocast():
@@ -30,7 +30,7 @@ def gradient(fabric: L.Fabric, net: nn.Module, w: Tensor, x: Tensor, y: Tensor) 
 
 
 def accuracy(fabric: L.Fabric, net: nn.Module, w: Tensor, x: Tensor, y: Tensor) -> float:
-    """Share of the samples that weights w classify correctly."""
+    """Returns the share of the samples that weights w classify correctly."""
     vector_to_parameters(w, net.parameters())
     net.eval()
     with torch.no_grad(), fabric.autocast():
@@ -75,12 +75,12 @@ def main(
         total, samples = torch.zeros_like(w), sum(len(data.clients[k]) for k in cohort)
 
         for k in cohort[fabric.global_rank :: fabric.world_size]:  # in parallel: the processes share the cohort
-            own = data.clients[k]  # indices of its n_k samples
+            indices = data.clients[k]  # indices of its n_k samples
             w_k, buffer = w, None  # it starts from the global model, with a new momentum buffer
             order = generator(seed, "batches", t, 0, k)  # the same minibatches, whichever process trains it; 0: phase
             net.train()
             for _ in range(epochs):
-                shuffled = own[torch.randperm(len(own), generator=order)].to(fabric.device)
+                shuffled = indices[torch.randperm(len(indices), generator=order)].to(fabric.device)
                 for batch in shuffled.split(batch_size):  # the last one may be short
                     x, y = x_train[batch], y_train[batch]
 
@@ -97,7 +97,7 @@ def main(
                     buffer = g if buffer is None else torch.add(g, buffer, alpha=momentum)
                     w_k = w_k - lr * buffer
 
-            total.add_(w_k, alpha=len(own))  # sum of n_k w_k
+            total.add_(w_k, alpha=len(indices))  # sum of n_k w_k
 
         # w^{t+1} = sum_k n_k w_k / sum_k n_k over the cohort, written as the server's step of length 1 along the
         # pseudo-gradient delta = w^t - that mean (Reddi et al., ICLR 2021, Algorithm 2)

@@ -33,10 +33,10 @@ def data(path: str) -> None:
     known = dict([*vocabulary([tokens for tokens, _ in rows[:half]]).items()][:WORDS])
     parts = {"first_half": rows[:half], "second_half": rows[half:-TEST]}
     for name, part in parts.items():
-        for split, of in (("train", part), ("test", rows[-TEST:])):
-            tokens = numbered([tokens for tokens, _ in of], known, LENGTH).tolist()
+        for split, samples in (("train", part), ("test", rows[-TEST:])):
+            tokens = numbered([tokens for tokens, _ in samples], known, LENGTH).tolist()
             (PLACE / name).mkdir(parents=True, exist_ok=True)
-            labels = [label for _, label in of]
+            labels = [label for _, label in samples]
             Dataset.from_dict({"tokens": tokens, "label": labels}).to_parquet(PLACE / name / f"{split}.parquet")
     BertConfig(
         vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,

@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, theorem: int, clients: str, quantity: str, predicted: Tensor, seen: Tensor) -> "Row":
-        """Of two numbers, or of the norms of two vectors."""
+        """Makes the row of two numbers, or of the norms of two vectors."""
         norm = torch.linalg.vector_norm(predicted - seen) / torch.linalg.vector_norm(predicted)
         a, b = (float(x if x.ndim == 0 else torch.linalg.vector_norm(x)) for x in (predicted, seen))
         return cls(theorem, clients, quantity, a, b, float(norm))
@@ -72,16 +72,18 @@ class Problem:
         self.kind, self.d, samples = kind, d, 40
         x = torch.randn(clients + 1, samples, d, generator=draw, dtype=torch.float64)
         x = x * torch.linspace(1, 0.6, d, dtype=torch.float64)
-        out = x @ torch.randn(clients + 1, d, 1, generator=draw, dtype=torch.float64)
-        noise = torch.rand(out.shape, generator=draw, dtype=torch.float64)
-        y = out if kind == "quadratic" else (noise < out.sigmoid()).double()
+        outputs = x @ torch.randn(clients + 1, d, 1, generator=draw, dtype=torch.float64)
+        noise = torch.rand(outputs.shape, generator=draw, dtype=torch.float64)
+        y = outputs if kind == "quadratic" else (noise < outputs.sigmoid()).double()
         *self.data, self.test = zip(x, y, strict=True)
         self.loss = nn.MSELoss() if kind == "quadratic" else nn.BCEWithLogitsLoss()
         self.w = torch.zeros(d, dtype=torch.float64)
         for _ in range(20):  # Newton's method
             self.g, self.A = (
-                torch.stack([of(lambda w, x=x, y=y: self.loss(x @ w[:, None], y))(self.w) for x, y in self.data])
-                for of in (torch.func.grad, torch.func.hessian)
+                torch.stack(
+                    [derivative(lambda w, x=x, y=y: self.loss(x @ w[:, None], y))(self.w) for x, y in self.data]
+                )
+                for derivative in (torch.func.grad, torch.func.hessian)
             )
             self.w = self.w - solve(self.A.mean(0), self.g.mean(0))
 
@@ -124,7 +126,7 @@ def fit(model: LocalObjective, data: Arrays, cohorts: list[list[int]], callbacks
 
 
 def drift(out: Path) -> list[Row]:
-    """FedAvg's fixed point on quadratics, and its distance from the optimum to first order on any clients."""
+    """Compares FedAvg's fixed point on quadratics, and its distance from the optimum to first order on any clients."""
     problem, lr, rows, points = Problem("quadratic"), 0.1, list[Row](), list[Point]()
     for K in (2, 4, 8, 16, 32):
         Q = identity(problem.d) - matrix_power(identity(problem.d) - lr * problem.A, K)
@@ -191,21 +193,21 @@ def dual_errors(
         seen = torch.stack([run.local[t][k].w for k in cohort])
         duals = torch.stack([run.client[t][k].lam for k in cohort]) - problem.g[cohort]
         pairs = local - local.mean(0), seen - seen.mean(0), e.view(-1, d)[1:][cohort], duals
-        errors += [float(torch.linalg.norm(each)) for each in pairs]
-    predicted, found = torch.tensor(errors, dtype=torch.float64).view(rounds, 2, 2).unbind(2)
-    return rate, predicted, found
+        errors += [float(torch.linalg.norm(error)) for error in pairs]
+    predicted, measured = torch.tensor(errors, dtype=torch.float64).view(rounds, 2, 2).unbind(2)
+    return rate, predicted, measured
 
 
 def duals(out: Path) -> list[Row]:
-    """Consensus and duals, with all clients in every round and with two of four."""
+    """Compares consensus and duals, with all clients in every round and with two of four."""
     rows = list[Row]()
     with new_figure(PAGE, 2.3) as figure:
         for axes, kind, rounds in zip(figure.subplots(1, 2), ("quadratic", "logistic"), (120, 400), strict=True):
             for i, (name, algorithm, cohorts) in enumerate(METHODS):
                 rate, predicted, seen = dual_errors(Problem(kind), algorithm, cohorts, rounds)
                 if kind == "quadratic":
-                    for j, what in enumerate(("consensus", "duals")):
-                        text = f"error of {what} after 20 rounds: {name}"
+                    for j, error in enumerate(("consensus", "duals")):
+                        text = f"error of {error} after 20 rounds: {name}"
                         rows.append(Row.of(2, kind, text, predicted[19, j], seen[19, j]))
                 rows.append(Row.of(2, kind, f"rate: {name}", torch.tensor(rate), slope(seen[:, 1])))
                 style = {"color": COLORS[i], "markersize": 3}
@@ -228,7 +230,7 @@ def slope(errors: Tensor) -> Tensor:
 
 
 def perturbation(out: Path) -> list[Row]:
-    """FedSMOO with a single weight: the perturbation changes its sign each round, and weights and duals follow."""
+    """Runs FedSMOO with a single weight: its perturbation changes its sign each round, and weights and duals follow."""
     problem, lr, K, beta, rho = Problem("quadratic", d=1), 0.02, 5, 1.0, 0.01
     run = problem.train(FedSMOO, lr, 260, K, beta=beta, rho=rho)
     h = problem.A[:, 0, 0]
@@ -237,10 +239,10 @@ def perturbation(out: Path) -> list[Row]:
     r = lr * h * (c ** (K - 1) + c ** (K - 2) - sum(c**j for j in range(K - 2)))
     a = (r / (2 * beta - P)).mean() / ((P * h / (2 * beta - P)).mean() - 2 / (3 * beta))
     lam = (r - P * h * a) / (2 * beta - P)
-    s = torch.cat([each.s for each in run.server[1:]])
-    w = torch.cat([each.w for each in run.server[1:]]) - problem.w
+    s = torch.cat([state.s for state in run.server[1:]])
+    w = torch.cat([state.w for state in run.server[1:]]) - problem.w
     local = torch.cat([run.local[-1][k].w for k in range(4)])
-    errors = torch.stack([torch.cat([each[k].lam for k in range(4)]) for each in run.client]) - problem.g[:, 0]
+    errors = torch.stack([torch.cat([clients[k].lam for k in range(4)]) for clients in run.client]) - problem.g[:, 0]
     with new_figure(COLUMN, 2.2) as figure:
         axes, t = figure.subplots(), torch.arange(len(w))[-12:]
         axes.plot(t, w[-12:], "o", color=COLORS[0], label="w − w*")
@@ -265,19 +267,19 @@ def perturbation(out: Path) -> list[Row]:
 
 def radius(out: Path) -> list[Row]:
     """SAM on one quadratic client jumps to and fro across the optimum; FedSAM on several stays beside it."""
-    one, several, rows, jumps, biases = Problem("quadratic", clients=1), Problem("quadratic"), list[Row](), [], []
-    lr, (values, vectors) = 0.4, torch.linalg.eigh(one.A[0])
+    single, several, rows, jumps, biases = Problem("quadratic", clients=1), Problem("quadratic"), list[Row](), [], []
+    lr, (values, vectors) = 0.4, torch.linalg.eigh(single.A[0])
     units = several.g / torch.linalg.vector_norm(several.g, dim=1, keepdim=True)
     bias = -solve(several.A.mean(0), (several.A @ units[..., None]).mean(0))[:, 0]
     for rho in (0.08, 0.04, 0.02, 0.01):
-        w = one.train(FedSAM, lr, 60, 5, rho=rho).server[-1].w - one.w
+        w = single.train(FedSAM, lr, 60, 5, rho=rho).server[-1].w - single.w
         predicted = lr * rho * values[-1] / (2 - lr * values[-1]) * vectors[:, -1] * (w @ vectors[:, -1]).sign()
         rows.append(Row.of(4, "one quadratic", f"‖w − w*‖, ρ = {rho}", predicted, w))
         jumps.append((rho, predicted, w))
         seen = several.train(FedSAM, lr, 100, 1, rho=rho).server[-1].w - several.w
         rows.append(Row.of(4, "four quadratic", f"‖w − w*‖ to first order, ρ = {rho}", rho * bias, seen))
         biases.append((rho, rho * bias, seen))
-    norm = torch.linalg.vector_norm(one.A[0] @ w)
+    norm = torch.linalg.vector_norm(single.A[0] @ w)
     edge = norm / (2 * rho) * (torch.sqrt(1 + 8 * rho / (lr * norm)) - 1)
     rows.append(Row.of(4, "one quadratic", "SAM-edge at this gradient, and λ_max", edge, values[-1]))
     with new_figure(PAGE, 2.2) as figure:
@@ -322,7 +324,7 @@ def valley(out: Path) -> list[Row]:
             predicted = curvature[torch.searchsorted(clock, times[-1])]
             seen = torch.tensor(run.metrics["flatness/lambda_max"])
             rows.append(Row.of(5, "a valley", f"λ_max after ηρ²t = {times[-1]:.1f}, ρ = {rho}", predicted, seen))
-            flat = torch.stack([each.w[1] for each in record.server]).exp()
+            flat = torch.stack([state.w[1] for state in record.server]).exp()
             axes.plot(times, flat, MARKERS[i], color=COLORS[i], markevery=rounds // 10, label=f"SAM, ρ = {rho}")
         axes.set(xlabel="ηρ²t", ylabel="λ_max")
         axes.legend(frameon=False)
@@ -365,5 +367,5 @@ def main(out: Path) -> list[Row]:
 
 
 if __name__ == "__main__":
-    for found in main(Path(*sys.argv[1:2] or ["theory"])):
-        print(*found, sep="; ")
+    for row in main(Path(*sys.argv[1:2] or ["theory"])):
+        print(*row, sep="; ")

@@ -150,7 +150,7 @@ COMPARED = {
 
 
 def bad_inputs() -> list[tuple[str, str]]:
-    """Arguments of ``fit``, and what the line that refuses them holds."""
+    """Returns arguments of ``fit``, and what the line that refuses them holds."""
     rows = [
         (f"{before} --{key}={value}".strip(), f"{key.rpartition('.')[2]} = {expected}")
         for before, keys in FLOATS.items()
@@ -168,7 +168,7 @@ def bad_inputs() -> list[tuple[str, str]]:
 
 
 def write_bad_files(folder: Path) -> None:
-    """The files that the table names, and ``COMPARED``."""
+    """Writes the files that the table names, and ``COMPARED``."""
     x, y = np.random.default_rng(0).integers(0, 255, (40, 8, 8)).astype(np.uint8), np.arange(40) % 4
     np.savez(folder / "u8.npz", x_train=x, y_train=y, x_test=x[:8] + 1, y_test=y[:8])
     (folder / "huge.json").write_text(json.dumps({"0": [10**30], "1": [1], "2": [2]}))

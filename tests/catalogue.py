@@ -45,21 +45,24 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, algorithm: type[LocalObjective]) -> "Entry":
         """Describes a class by an instance with default arguments, by a dry step."""
-        it = algorithm(net=nn.Linear(2, 3))
-        of = contract_of(it)[0]
-        travels = [name for name in it.wire[1] if name not in it.recalled]
-        w = it.flat.vector(it.net)
-        kept = (of.client, it.client_inits()), (State.initial(it.server_inits(), w, w), it.server_inits())
-        groups = *kept, (of.sent, it.wire[0]), (of.upload, travels)
-        matrices = sum(n for n, shape in zip(it.flat.numels, it.flat.shapes, strict=True) if len(shape) > 1)
-        remarks = {it.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}
+        model = algorithm(net=nn.Linear(2, 3))
+        contract = contract_of(model)[0]
+        travels = [name for name in model.wire[1] if name not in model.recalled]
+        w = model.flat.vector(model.net)
+        kept = (
+            (contract.client, model.client_inits()),
+            (State.initial(model.server_inits(), w, w), model.server_inits()),
+        )
+        groups = *kept, (contract.sent, model.wire[0]), (contract.upload, travels)
+        matrices = sum(n for n, shape in zip(model.flat.numels, model.flat.shapes, strict=True) if len(shape) > 1)
+        remarks = {model.flat.d: "", matrices: " (of the matrices)", 1: " (scalar)"}
         lists = [sizes(values, names, remarks) for values, names in groups]
-        cells = [it.paper, *lists, str(it.phases), "/".join(map(str, of.passes)), it.weighting]
-        whole = it.flat.d, matrices
+        cells = [model.paper, *lists, str(model.phases), "/".join(map(str, contract.passes)), model.weighting]
+        model_sizes = model.flat.d, matrices
         down, up = ([values[name].numel() for name in names] for values, names in groups[2:])
-        models = sum(n in whole for n in down), sum(n in whole for n in up)
+        models = sum(n in model_sizes for n in down), sum(n in model_sizes for n in up)
         name, module = algorithm.__name__, algorithm.__module__.rpartition(".")[2]
-        return cls(name, PAGES.get(name, module) + ".md", cells, models, (down + up).count(1), of.passes)
+        return cls(name, PAGES.get(name, module) + ".md", cells, models, (down + up).count(1), contract.passes)
 
 
 def sizes(values: Mapping[str, Tensor], names: Iterable[str], remarks: Mapping[int, str]) -> str:
@@ -76,6 +79,6 @@ def entries() -> tuple[Entry, ...]:
 def markdown() -> str:
     """Returns the table in docs/algorithms/index.md: what most readers choose by."""
     shown = [HEADS.index(head) for head in ("algorithm", "paper", "client keeps", "down", "up", HEADS[-2])]
-    rows = [HEADS, *([f"[`{e.name}`]({e.page})", *e.cells] for e in entries())]
+    rows = [HEADS, *([f"[`{entry.name}`]({entry.page})", *entry.cells] for entry in entries())]
     head, *body = [f"| {' | '.join(row[i] for i in shown)} |\n" for row in rows]
     return "".join([head, f"|{'---|' * len(shown)}\n", *body])

@@ -30,18 +30,18 @@ from tests.catalogue import HEADS, WIRE, entries
 
 
 def made() -> dict[str, Any]:
-    """The index, from the code."""
+    """Returns the index, made from the code."""
     with patch.dict(os.environ, COLUMNS="80"):
         commands = {name: of_command(name) for name in COMMANDS}
-    texts = [*dict.fromkeys(text for found in commands.values() for text in found["help"])]
-    for found in commands.values():
-        found["help"] = [texts.index(text) for text in found["help"]]
+    texts = [*dict.fromkeys(text for command in commands.values() for text in command["help"])]
+    for command in commands.values():
+        command["help"] = [texts.index(text) for text in command["help"]]
     public = {name: kind for name in fl_lightning.__all__ if isinstance(kind := getattr(fl_lightning, name), type)}
-    own = {kind.__name__ for base in (Checked, nn.Module) for kind in below(base) if is_own(kind)}
+    own_names = {kind.__name__ for base in (Checked, nn.Module) for kind in below(base) if is_own(kind)}
     return {
         "algorithms": {"heads": [*HEADS], "note": WIRE, "rows": [[entry.name, *entry.cells] for entry in entries()]},
         "classes": {name: of_class(public[name]) for name in sorted(public)},
-        "others": sorted(own - {*public}),
+        "others": sorted(own_names - {*public}),
         "commands": commands,
         "texts": texts,
         "made with": {"python": platform.python_version_tuple()[:2], "jsonargparse": version("jsonargparse")},
@@ -61,12 +61,14 @@ def of_class(kind: type) -> dict[str, Any]:
 
 def of_command(name: str) -> dict[str, Any]:
     with patch.object(Command, "parse_arguments", lambda it, *_: setattr(it, "config", {})):  # some miss arguments
-        found = command_of(name)
+        command = command_of(name)
     return {
-        "options": {name: of for name, of in of_parser(found.parser, "--").items() if not name.startswith("trainer.")},
-        "places": len(found.places),
-        "complete": found.needs == PARTS and found.rest is None,
-        "help": found.parser.format_help().split("\n\n"),
+        "options": {
+            name: entry for name, entry in of_parser(command.parser, "--").items() if not name.startswith("trainer.")
+        },
+        "places": len(command.places),
+        "complete": command.needs == PARTS and command.rest is None,
+        "help": command.parser.format_help().split("\n\n"),
     }
 
 
@@ -83,18 +85,18 @@ def of_action(action: Any) -> dict[str, Any]:
     leaves = [*parts(getattr(action, "_typehint", None))]
     kinds = [leaf for leaf in leaves if isinstance(leaf, type) and is_own(leaf)]
     values = [value for leaf in leaves if get_origin(leaf) is Literal for value in get_args(leaf)]
-    found = {
+    entry = {
         "classes": [*dict.fromkeys(kind.__name__ for kind in kinds)],
         "open": bool(kinds) and len(kinds) < len(leaves),
         "choices": [str(value) for value in values] + ["true", "false"] * (bool in leaves),
         "nargs": action.nargs,
         "list": len(action.option_strings) == 2 and action.option_strings[1].endswith("+"),
     }
-    return {name: value for name, value in found.items() if value not in ([], None, False)}
+    return {name: value for name, value in entry.items() if value not in ([], None, False)}
 
 
 def parts(hint: Any) -> Iterator[Any]:
-    """The types of which a type is made, without null."""
+    """Yields the types of which a type is made, without null."""
     if get_origin(hint) is Annotated:
         yield from parts(get_args(hint)[0])
     elif get_origin(hint) is Literal or not get_args(hint):
@@ -105,24 +107,24 @@ def parts(hint: Any) -> Iterator[Any]:
 
 
 def below(kind: type) -> Iterator[type]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from below(each)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from below(subclass)
 
 
 def is_own(kind: type) -> bool:
     return kind.__module__.startswith("fl_lightning.")
 
 
-def text(found: dict[str, Any]) -> str:
-    """The index as JSON, a line for each entry."""
+def text(index: dict[str, Any]) -> str:
+    """Returns the index as JSON, a line for each entry."""
     sections = []
-    for name, value in found.items():
+    for name, value in index.items():
         if isinstance(value, dict):
-            lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items())
+            lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items())
             sections.append(f"{json.dumps(name)}: {{\n{lines}\n}}")
         else:
-            lines = ",\n".join(f"  {json.dumps(each)}" for each in value)
+            lines = ",\n".join(f"  {json.dumps(entry)}" for entry in value)
             sections.append(f"{json.dumps(name)}: [\n{lines}\n]")
     return "{\n" + ",\n".join(sections) + "\n}\n"
 

@@ -12,7 +12,7 @@ LONG = ("test_docs.py", "test_experiments.py", "test_gpu.py", "test_readme.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that run tests share the fixtures of ``tests.problem``."""
+    """Gives the processes that run tests the fixtures of ``tests.problem``."""
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.problem")
 
@@ -23,7 +23,7 @@ def _rates(quick: int = 1, slow: int = 1, start: int = 0) -> tuple[int, int, int
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is long is slow as well, as notebooks are, so that ``not slow`` is what is quick."""
+    """Marks what is long as slow as well, as notebooks are, so that ``not slow`` is what is quick."""
     cases: Counter[str] = Counter()
     for item in items:
         if sampled := item.get_closest_marker("sampled"):
@@ -40,11 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is not searched for garbage again."""
+    """Keeps what was imported from being searched for garbage again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Python's exit frees what extensions count."""
+    """Lets Python's exit free what extensions count."""
     gc.unfreeze()

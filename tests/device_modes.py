@@ -50,13 +50,13 @@ class Functions(TorchFunctionMode):
                 raise TypeError(f"can't convert {device.device} device type tensor to numpy")
             device.note("wait", "tolist")
         kwargs.pop("pin_memory", None)
-        here = device.is_named(kwargs.get("device"))
-        if here:
+        on_device = device.is_named(kwargs.get("device"))
+        if on_device:
             kwargs["device"] = MARK
             if kwargs.get("generator") is not None:
                 device.note("mixture", f"{func.__name__} with a generator of the host")
         if func in MADE_OF_VALUES:
-            return self._made(func, args, kwargs, here)
+            return self._made(func, args, kwargs, on_device)
         # what a function makes for itself lies where its arguments do
         device.calls.append(func if any(x in device for x in tree_leaves((args, kwargs)) if has_values(x)) else None)
         try:
@@ -64,14 +64,14 @@ class Functions(TorchFunctionMode):
         finally:
             device.calls.pop()
 
-    def _made(self, func: Any, args: Any, kwargs: Any, here: bool) -> Tensor:
+    def _made(self, func: Any, args: Any, kwargs: Any, on_device: bool) -> Tensor:
         device, source = self.device, args[0] if args else None
         present = isinstance(source, Tensor) and source in device
-        here = here or (present and "device" not in kwargs)
-        if func is not Tensor.new_tensor and present and here:
+        on_device = on_device or (present and "device" not in kwargs)
+        if func is not Tensor.new_tensor and present and on_device:
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         result: Tensor = func(*args, **kwargs)
-        if here:
+        if on_device:
             device.note("wait", func.__name__)
             device.put(result.clone() if result is source else result)
         return result
@@ -82,14 +82,14 @@ class Functions(TorchFunctionMode):
             kwargs = {"device": like.device, "dtype": like.dtype, **kwargs}
             args = args[1:]
         target, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
-        here = x in device
-        there = here if target is None else device.is_named(target)
+        on_device = x in device
+        to_device = on_device if target is None else device.is_named(target)
         options: Any = {"dtype": dtype or x.dtype}
         if layout is not None:
             options["memory_format"] = layout
-        if here == there:
+        if on_device == to_device:
             return x.to(copy=copy, **options)
-        if there:
+        if to_device:
             device.note(device.kind_of_copy(x, non_blocking), "to the device")
             return x.to(MARK, copy=True, **options)
         if target is None or target.type != "meta":  # where there are no values
@@ -107,44 +107,44 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, device = kwargs or {}, self.device
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        here = [x in device for x in tensors]
-        if any(here):
-            self._check(func, args, kwargs, tensors, here)
+        on_device = [x in device for x in tensors]
+        if any(on_device):
+            self._check(func, args, kwargs, tensors, on_device)
             if not func.is_view:
                 device.launch(func)
         result = func(*args, **kwargs)
-        asked = any(here) or kwargs.get("device") == MARK
-        there = asked or device.makes(func, args, kwargs)
+        requested = any(on_device) or kwargs.get("device") == MARK
+        placed = requested or device.makes(func, args, kwargs)
         known, results = {storage_key(x) for x in tensors}, tree_leaves(result)
         fresh = [x if isinstance(x, Tensor) and storage_key(x) not in known else None for x in results]
-        for x in fresh if there else ():
+        for x in fresh if placed else ():
             if x is not None:
                 device.put(x)
-                if asked and x.dtype == torch.float64 and device.refuses_float64:
+                if requested and x.dtype == torch.float64 and device.refuses_float64:
                     raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        if device.captured is not None and (any(here) or there):  # of the host a graph knows the numbers of now
+        if device.captured is not None and (any(on_device) or placed):  # of the host a graph knows the numbers of now
             args, kwargs = tree_map_only(Tensor, lambda x: x if x in device else x.clone(), (args, kwargs))
             device.captured.append((func, args, kwargs, fresh))
         return result
 
-    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], here: list[bool]) -> None:
+    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], on_device: list[bool]) -> None:
         device, packet = self.device, func.overloadpacket
-        host = [x for x, yes in zip(tensors, here, strict=True) if not yes]
+        host = [x for x, lies_there in zip(tensors, on_device, strict=True) if not lies_there]
         scalars = torch.Tag.pointwise in func.tags and all(x.ndim == 0 for x in host)
         if packet in INDEXED:
             self._check_indices(func, args)
         elif func in FILLS:
-            if not all(here[:-1]):
+            if not all(on_device[:-1]):
                 device.note("mixture", func)
-            if here[-1]:
+            if on_device[-1]:
                 device.note("wait", f"{func}, whose number the host reads")
         elif packet is aten.copy_:
             if host:
-                asked = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-                device.note("wait" if here[1] else device.kind_of_copy(args[1], asked), func)
+                non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+                device.note("wait" if on_device[1] else device.kind_of_copy(args[1], non_blocking), func)
         elif packet is aten.where and scalars and host:
             device.note("wait", f"{func}, which copies a number of the host")
-        elif host and (not scalars or len(tensors) > 2 or (func._schema.is_mutable and not here[0])):
+        elif host and (not scalars or len(tensors) > 2 or (func._schema.is_mutable and not on_device[0])):
             device.note("mixture", func)  # kernels of two tensors alone take a number of the host as an argument
         waits = packet in WAITS or (DEPENDS.intersection(func.tags) and packet not in INDEXED)
         known = kwargs.get("output_size") is not None or torch.nn.functional.one_hot in device.calls  # looks on a CPU
@@ -166,7 +166,7 @@ def has_values(x: Any) -> bool:
 
 
 def plain(x: Tensor) -> Tensor:
-    """The tensor within those of vmap and grad."""
+    """Returns the tensor within those of vmap and grad."""
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x

@@ -78,8 +78,8 @@ class Device:
 
     def __enter__(self) -> Device:
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        own: Any = torch._C.TensorBase.device
-        patch.setattr(Tensor, "device", property(lambda x: self.device if x in self else own.__get__(x)), raising=False)
+        old: Any = torch._C.TensorBase.device
+        patch.setattr(Tensor, "device", property(lambda x: self.device if x in self else old.__get__(x)), raising=False)
         patch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cuda"), raising=False)
         if self.device.type == "cuda":
             for name, value in self._runtime().items():
@@ -116,14 +116,14 @@ class Device:
         return x in self._storages
 
     def trainer(self, **settings: Any) -> FederatedTrainer:
-        """A trainer that trains here."""
+        """Returns a trainer that trains here."""
         trainer = FederatedTrainer(accelerator="cpu", threads=1, enable_progress_bar=False, **settings)
         trainer.launch()
         trainer.fabric.strategy._root_device = self.device  # type: ignore[attr-defined]
         return trainer
 
     def count(self, *kinds: str) -> int:
-        """Number of events of these kinds."""
+        """Returns the number of events of these kinds."""
         return sum(n for event, n in self.events.items() if event.kind in kinds)
 
     # for the modes
@@ -149,7 +149,7 @@ class Device:
         return x
 
     def kind_of_copy(self, x: Tensor, non_blocking: bool) -> str:
-        """The kind of a copy of a host's tensor: without pinned memory the host waits for all but a small one."""
+        """Returns the kind of a copy of a host's tensor: the host waits for all but pinned and small ones."""
         return "copy" if non_blocking and (x.nbytes <= PAGEABLE or x in self._pinned) else "wait"
 
     def makes(self, operation: Any, *arguments: Any) -> bool:
@@ -163,12 +163,12 @@ class Device:
             return False
         return torch.device(device).type == self.device.type
 
-    def launch(self, what: object) -> None:
+    def launch(self, operation: object) -> None:
         """Counts a launch; within a graph, captured or repeated, there is none."""
         if self.captured is None and not self.replaying:
-            self.launches[str(what)] += 1
+            self.launches[str(operation)] += 1
 
-    def note(self, kind: str, what: object) -> None:
+    def note(self, kind: str, operation: object) -> None:
         """Counts an event.
 
         Raises:
@@ -183,14 +183,14 @@ class Device:
         if frame is not None:
             path = Path(frame.f_code.co_filename).relative_to(ROOT).as_posix()
             where, function = f"{path}:{frame.f_lineno}", frame.f_code.co_name
-        self.events[Event(kind, str(what), where, function)] += 1
+        self.events[Event(kind, str(operation), where, function)] += 1
         if kind == "mixture":
-            raise RuntimeError(f"Expected all tensors to be on the same device: {what} at {where}")
+            raise RuntimeError(f"Expected all tensors to be on the same device: {operation} at {where}")
         if self.captured is not None:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {what} at {where}")
+            raise RuntimeError(f"operation not permitted when stream is capturing: {operation} at {where}")
 
     def _runtime(self) -> dict[str, Any]:
-        """What the package calls of ``torch.cuda``."""
+        """Returns what the package calls of ``torch.cuda``."""
 
         @contextmanager
         def graph(recorded: Graph, pool: object = None, capture_error_mode: str = "global") -> Iterator[None]:
@@ -227,14 +227,14 @@ class Storages:
         return storage_key(x) in self._known
 
     def add(self, x: Tensor) -> None:
-        """Adds that of a tensor."""
+        """Adds the memory of a tensor."""
         if len(self._known) % 4096 == 4095:
             self._known = {key: ref for key, ref in self._known.items() if not ref.expired()}
         storage = plain(x).untyped_storage()
         self._known[storage._cdata] = StorageWeakRef(storage)  # which keeps the address from being used again
 
     def drop(self, x: Tensor) -> None:
-        """Removes that of a tensor."""
+        """Removes the memory of a tensor."""
         self._known.pop(storage_key(x), None)
 
 
@@ -259,11 +259,11 @@ class Graph:
 
     def take(self, operations: list[tuple[Any, ...]]) -> None:
         """Takes the operations of a capture."""
-        own = {storage_key(x) for *_, fresh in operations for x in fresh if x is not None}
-        at = partial(
-            tree_map_only, Tensor, lambda x: Address(x) if x in self.device and storage_key(x) not in own else x
+        fresh_keys = {storage_key(x) for *_, fresh in operations for x in fresh if x is not None}
+        weak = partial(
+            tree_map_only, Tensor, lambda x: Address(x) if x in self.device and storage_key(x) not in fresh_keys else x
         )
-        self._operations = [(function, at(args), at(kwargs), fresh) for function, args, kwargs, fresh in operations]
+        self._operations = [(function, weak(args), weak(kwargs), fresh) for function, args, kwargs, fresh in operations]
 
     def replay(self) -> None:
         """Repeats the operations.
@@ -273,10 +273,10 @@ class Graph:
         """
         self.device.launch("graph")
         self.device.replaying = True
-        there = partial(tree_map_only, Address, Address.tensor)
+        alive = partial(tree_map_only, Address, Address.tensor)
         with torch.no_grad():
             for function, args, kwargs, fresh in self._operations:
-                for old, new in zip(fresh, tree_leaves(function(*there(args), **there(kwargs))), strict=True):
+                for old, new in zip(fresh, tree_leaves(function(*alive(args), **alive(kwargs))), strict=True):
                     if old is not None:
                         old.copy_(new)
         self.device.replaying = False
@@ -290,7 +290,7 @@ class Address:
         self.dtype, self.layout = x.dtype, (x.storage_offset(), x.size(), x.stride())
 
     def tensor(self) -> Tensor:
-        """The tensor there."""
+        """Returns the tensor there."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None:
             raise RuntimeError("a CUDA graph reads or writes memory that was freed after its capture")

@@ -37,7 +37,7 @@ class Python2(pickle._Pickler):  # type: ignore[name-defined,misc]
 
 
 def pickled(path: Path, **entries: object) -> list[str]:
-    """A file as CIFAR has it; its name and checksum, as torchvision compares them."""
+    """Writes a file as CIFAR has it; returns its name and checksum, as torchvision compares them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = io.BytesIO()
     Python2(file, 2).dump({name.encode(): value for name, value in entries.items()})
@@ -46,7 +46,7 @@ def pickled(path: Path, **entries: object) -> list[str]:
 
 
 def fashion_mnist(folder: Path, samples: int) -> None:
-    """Random images in the IDX files that torchvision reads from ``folder``."""
+    """Writes random images to the IDX files that torchvision reads from ``folder``."""
     draw, raw = numpy_generator(0, "images"), folder / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
@@ -63,7 +63,7 @@ def _rows(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _torchvision_takes(
     monkeypatch: pytest.MonkeyPatch, name: str, train: list[list[str]], test: list[str], meta: list[str], key: str
 ) -> None:
-    """Let torchvision expect these checksums."""
+    """Lets torchvision expect these checksums."""
     kind = getattr(datasets, name)
     monkeypatch.setattr(kind, "train_list", train)
     monkeypatch.setattr(kind, "test_list", [test])
@@ -71,7 +71,7 @@ def _torchvision_takes(
 
 
 def cifar10(folder: Path, monkeypatch: pytest.MonkeyPatch, train: Part, test: Part) -> None:
-    """``cifar-10-batches-py``, in five batches."""
+    """Writes ``cifar-10-batches-py``, in five batches."""
     home = folder / "cifar-10-batches-py"
     parts = np.array_split(np.arange(len(train[0])), 5)
     y = np.array(train[1])
@@ -85,7 +85,7 @@ def cifar10(folder: Path, monkeypatch: pytest.MonkeyPatch, train: Part, test: Pa
 
 
 def cifar100(folder: Path, monkeypatch: pytest.MonkeyPatch, train: Part, test: Part) -> list[str]:
-    """``cifar-100-python``, the coarse label being a fifth of the fine one; names of the training images."""
+    """Writes ``cifar-100-python``, a coarse label being a fifth of the fine one; returns the training images' names."""
     home = folder / "cifar-100-python"
     names = [f"cichlid_s_{i:06}.png".encode() for i in range(len(train[0]) + len(test[0]))]
 
@@ -101,14 +101,14 @@ def cifar100(folder: Path, monkeypatch: pytest.MonkeyPatch, train: Part, test: P
 
 
 def pictures(folder: Path, images: NDArray[np.uint8]) -> None:
-    """PNG files, as in CINIC-10."""
+    """Writes PNG files, as in CINIC-10."""
     folder.mkdir(parents=True)
     for i, image in enumerate(images):
         Image.fromarray(image).save(folder / f"cifar10-train-{i}.png")
 
 
 def news(folder: Path, train: Iterable[tuple[Any, ...]], test: Iterable[tuple[Any, ...]]) -> str:
-    """AG News: rows of class (1 to 4), title, description."""
+    """Writes AG News: rows of class (1 to 4), title, description."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train.csv", train), ("test.csv", test)):
         with (folder / name).open("w", newline="") as file:
@@ -123,7 +123,7 @@ def landmarks(
     test: Iterable[tuple[str, int]],
     nested: bool,
 ) -> None:
-    """Landmarks-User-160k.
+    """Writes Landmarks-User-160k.
 
     Args:
         folder: Where.
@@ -145,14 +145,14 @@ def landmarks(
 
 
 def scene(root: Path, image: str, labels: str, arrays: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
-    """An image and its label map."""
+    """Writes an image and its label map."""
     for name, array in zip((image, labels), arrays, strict=True):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(array).save(root / name)
 
 
 def lists(folder: Path, files: Mapping[str, Mapping[str, list[tuple[str, str]]]]) -> None:
-    """Who has which scenes, as FedDrive writes it."""
+    """Writes who has which scenes, as FedDrive does."""
     folder.mkdir(parents=True)
     for name, users in files.items():
         data = {user: {"x": [x for x, _ in pairs], "y": [y for _, y in pairs]} for user, pairs in users.items()}
@@ -161,7 +161,7 @@ def lists(folder: Path, files: Mapping[str, Mapping[str, list[tuple[str, str]]]]
 
 
 def leaf(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """LEAF's files of three users with 4, 3 and 5 samples to train on, 2, 1 and 3 to test on; their ``user_data``."""
+    """Writes LEAF's files of three users, 4, 3, 5 samples to train on, 2, 1, 3 to test on; returns ``user_data``."""
     rng = numpy_generator(0, "LEAF files")
     letters = list("abc ,.;ABC'\n")
 
@@ -184,7 +184,7 @@ def leaf(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All data sets of the papers in noise, below ``folder`` where the classes expect them below ``data``.
+    """Writes noise as all data sets of the papers, below ``folder`` where the classes expect them below ``data``.
 
     They have as many classes and as many clients as the papers', and samples for the partitions of these clients.
     """
@@ -210,7 +210,7 @@ def everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _driving(folder: Path, rng: np.random.Generator) -> None:
-    """Three clients of four scenes each, and two scenes to test."""
+    """Writes three clients of four scenes each, and two scenes to test."""
     images, maps = rng.integers(0, 256, (14, 16, 32, 3), np.uint8), rng.integers(0, 34, (14, 16, 32), np.uint8)
     home, pairs = folder / "cityscapes", []
     for i in range(14):

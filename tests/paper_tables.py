@@ -39,12 +39,12 @@ def tables(paper: str) -> str:
 def settings(paper: str) -> str:
     """Returns the rows of a paper, as settings over its files, and where these are from; what all rows have, once."""
     words = [shlex.split(row.settings) for row in rows(paper)]
-    pairs = [[*zip(of[::2], of[1::2], strict=True)] for of in words]
+    pairs = [[*zip(arguments[::2], arguments[1::2], strict=True)] for arguments in words]
     common = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*pairs, strict=False))]
     lines = [["row", "over", "settings", "from"]]
-    for row, own in zip(rows(paper), pairs, strict=True):
+    for row, row_pairs in zip(rows(paper), pairs, strict=True):
         over = ", ".join(f"`{pattern}`" for pattern in row.over)
-        lines.append([", ".join(row.names), over, short(own[len(common) :], row.names), row.source])
+        lines.append([", ".join(row.names), over, short(row_pairs[len(common) :], row.names), row.source])
     head = f"All rows have `{' '.join(word for pair in common for word in pair)}`, and:\n\n" if common else ""
     return head + markdown(lines)
 
@@ -59,22 +59,22 @@ def short(pairs: Sequence[tuple[str, ...]], names: Sequence[str]) -> str:
     return text and f"`{text}`"
 
 
-def known(what: str) -> str:
+def known(unit: str) -> str:
     """Returns how many cells, or figures, ``reproduce`` knows, and why it does not know the others."""
-    if what == "figures":
+    if unit == "figures":
         return states()
-    found = Counter(re.sub(r"^\w+ = [^:]*: ", "", why_not(cell) or "") for cell in find())
-    reasons = "; ".join(f"{n}: {reason}" for reason, n in found.most_common() if reason)
-    return f"It knows {found['']:,} of {found.total():,} {what}. The others: {reasons}.\n"
+    counts = Counter(re.sub(r"^\w+ = [^:]*: ", "", why_not(cell) or "") for cell in find())
+    reasons = "; ".join(f"{n}: {reason}" for reason, n in counts.most_common() if reason)
+    return f"It knows {counts['']:,} of {counts.total():,} {unit}. The others: {reasons}.\n"
 
 
 def states() -> str:
     """Returns the figures that are drawn, by paper, and what they lack of the papers' ones."""
-    drawn = {paper: [each for each in figures(paper) if not each.schematic] for paper in PAPERS}
+    drawn = {paper: [figure for figure in figures(paper) if not figure.schematic] for paper in PAPERS}
     lines = [["", "figures", "what is missing"]]
-    for paper, of in drawn.items():
-        missing = "; ".join(f"{each.number}: {each.missing}" for each in of if each.missing)
-        lines.append([paper, ", ".join(dict.fromkeys(each.whole for each in of)), missing])
+    for paper, paper_figures in drawn.items():
+        missing = "; ".join(f"{figure.number}: {figure.missing}" for figure in paper_figures if figure.missing)
+        lines.append([paper, ", ".join(dict.fromkeys(figure.whole for figure in paper_figures)), missing])
     return markdown(lines)
 
 
@@ -87,8 +87,8 @@ def renew(page: str) -> str:
     """Returns a page with all its blocks renewed."""
 
     def block(match: re.Match[str]) -> str:
-        kind, of, _ = match.groups()
-        return f"<!-- {kind}: {of} -->\n{KINDS[kind](of)}<!-- /{kind} -->"
+        kind, subject, _ = match.groups()
+        return f"<!-- {kind}: {subject} -->\n{KINDS[kind](subject)}<!-- /{kind} -->"
 
     return BLOCK.sub(block, page)
 

@@ -50,13 +50,13 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def optimizer_for(algorithm: str, lr: float, **options: Any) -> LocalOptimizer:
-    """SGD, or the optimizer that the algorithm takes, with the options that it has."""
+    """Returns SGD, or the optimizer that the algorithm takes, with the options that it has."""
     kind: Any = {"LocalMuon": Muon, "FedMuon": Muon, "FedAdamW": AdamW}.get(algorithm, SGD)
     return kind(lr, **{name: value for name, value in options.items() if kind is not AdamW or name != "momentum"})  # type: ignore[no-any-return]
 
 
 def trajectory(name: str) -> dict[str, Any]:
-    """The arrays of an official program's run (tests/golden/README.md)."""
+    """Returns the arrays of an official program's run (tests/golden/README.md)."""
     with np.load(GOLDEN / "trajectories.npz") as z:
         return {key.removeprefix(f"{name}/"): z[key] for key in z.files if key.startswith(f"{name}/")}
 
@@ -99,7 +99,7 @@ class Golden:
         ckpt_path: str | None = None,
         **trainer: Any,
     ) -> tuple[Run, Trajectory]:
-        """Three full-batch steps a client, the participation schedule of the file."""
+        """Trains by three full-batch steps a client, by the participation schedule of the file."""
         arrays = [(x.astype(dtype), y) for x, y in self.arrays]
         data = Arrays(client_arrays=arrays, test=(self.test[0].astype(dtype), self.test[1]), batch_size=None)
         record = Trajectory()

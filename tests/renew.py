@@ -44,28 +44,28 @@ def between(start: str, end: str, content: Callable[[], str]) -> Renewal:
 
 
 def modules() -> list[str]:
-    """The modules of the algorithms."""
+    """Returns the modules of the algorithms."""
     return sorted({getattr(algorithms, name).__module__.rpartition(".")[2] for name in algorithms.__all__})
 
 
 def references() -> str:
-    """The entries of the reference for the algorithms."""
+    """Returns the entries of the reference for the algorithms."""
     return "\n" + "".join(f"::: fl_lightning.algorithms.{name}\n" for name in modules()) + "\n"
 
 
 def without_rounds() -> str:
-    """The algorithms that have a meaning without rounds."""
-    named = {name: getattr(algorithms, name)(nn.Linear(2, 3)) for name in sorted(algorithms.__all__, key=str.lower)}
-    return ", ".join(name for name, objective in named.items() if not objective.needs_rounds)
+    """Returns the algorithms that have a meaning without rounds."""
+    models = {name: getattr(algorithms, name)(nn.Linear(2, 3)) for name in sorted(algorithms.__all__, key=str.lower)}
+    return ", ".join(name for name, objective in models.items() if not objective.needs_rounds)
 
 
 def program_needs() -> str:
-    """What a run needs for its rounds to be programs."""
+    """Returns what a run needs for its rounds to be programs."""
     return "".join(f"- {need}\n" for need in program.NEEDS)
 
 
 def navigation(text: str) -> str:
-    """The site's navigation; a page that it lacks goes after the last one of an algorithm."""
+    """Returns the site's navigation; a page that it lacks goes after the last one of an algorithm."""
     entry = re.compile(r"^ +- .*: algorithms/(\w+)\.md\n", re.MULTILINE)
     ends = {match[1]: match.end() for match in entry.finditer(text)}
     last = max(end for name, end in ends.items() if name in modules())
@@ -79,7 +79,7 @@ CODE_BESIDE_BOX = re.compile(r"(<!-- code: (.*?) -->\n).*?(<!-- /code -->)", re.
 
 
 def quoted(name: str) -> str:
-    """A function's source, without its docstring and the types in its signature.
+    """Returns a function's source, without its docstring and the types in its signature.
 
     Args:
         name: Its dotted path below ``fl_lightning``.
@@ -96,12 +96,12 @@ def quoted(name: str) -> str:
 
 
 def file_of(name: str) -> str:
-    """The file of a function."""
+    """Returns the file of a function."""
     return inspect.unwrap(pkgutil.resolve_name(f"fl_lightning.{name}")).__module__.replace(".", "/") + ".py"
 
 
 def fences(names: list[str]) -> str:
-    """Blocks of Markdown, one a file."""
+    """Returns blocks of Markdown, one a file."""
     text = ""
     for title, group in groupby(names, file_of):
         classes = [(owner, [*methods]) for owner, methods in groupby(group, lambda name: name.split(".")[-2])]
@@ -113,7 +113,7 @@ def fences(names: list[str]) -> str:
 
 
 def code_beside_boxes(text: str) -> str:
-    """A page with the package's lines beside the papers' boxes, between its comments.
+    """Returns a page with the package's lines beside the papers' boxes, between its comments.
 
     A page names what it shows, relative to ``fl_lightning``, in a comment, such as
     ``code: algorithms.fedsmoo.FedSMOO.local_step``. Annotations of types and docstrings are left out, since the box
@@ -135,7 +135,7 @@ COLUMNS = {
 
 @cache
 def tuned_rows() -> dict[str, dict[str, str]]:
-    """The rows of the ledger's page, by the method's class, with what is added to it."""
+    """Returns the rows of the ledger's page, by the method's class, with what is added to it."""
     section = (DOCS / "ledger/digits.md").read_text().partition(f"## {TUNED}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
@@ -143,7 +143,7 @@ def tuned_rows() -> dict[str, dict[str, str]]:
 
 
 def tuned(text: str) -> str:
-    """A page with its methods' rows of the ledger between ``digits: names`` and ``/digits``, both HTML comments."""
+    """Returns a page with its methods' ledger rows between ``digits: names`` and ``/digits``, both HTML comments."""
 
     def table(match: re.Match[str]) -> str:
         rows = {name: tuned_rows().get(name) for name in match[2].split(", ")}
@@ -157,17 +157,17 @@ def tuned(text: str) -> str:
 
 
 def loop_quote(text: str) -> str:
-    """The page that quotes the loop."""
-    every, one = (textwrap.dedent(inspect.getsource(of).rpartition('"""\n')[2]) for of in (loop.rounds, loop.one_round))
-    return between("```python\n", "```", lambda: f"{every}\n# one_round(run)\n{one}")(text)
+    """Returns the page that quotes the loop."""
+    rounds, one = (textwrap.dedent(inspect.getsource(f).rpartition('"""\n')[2]) for f in (loop.rounds, loop.one_round))
+    return between("```python\n", "```", lambda: f"{rounds}\n# one_round(run)\n{one}")(text)
 
 
 def renewals() -> dict[Path, Iterable[Renewal]]:
-    """All files that are renewed, but the index of the command line, and what renews each."""
-    each = dict.fromkeys(sorted(PAGES.glob("*.md")), (code_beside_boxes, tuned))
+    """Returns all files that are renewed, but the index of the command line, and what renews each."""
+    algorithm_pages = dict.fromkeys(sorted(PAGES.glob("*.md")), (code_beside_boxes, tuned))
     table = between("<!-- catalogue -->\n", "<!-- /catalogue -->", catalogue.markdown)
     batch = (ROOT / "examples/slurm.sh").read_text()
-    return each | {
+    return algorithm_pages | {
         PAGES / "index.md": (table,),
         DOCS / "architecture.md": (loop_quote,),
         DOCS / "benchmarks.md": (contest.fill,),
@@ -188,7 +188,7 @@ def renewals() -> dict[Path, Iterable[Renewal]]:
 
 
 def renewed(file: Path) -> str:
-    """The text that a file has when it is renewed."""
+    """Returns the text that a file has when it is renewed."""
     text = file.read_text(encoding="utf-8")
     for renewal in renewals()[file]:
         text = renewal(text)

@@ -48,7 +48,7 @@ DIGITS = [
 
 
 def cli(*args: str) -> None:
-    """The console script, in this process."""
+    """Runs the console script in this process."""
     before, sys.argv = sys.argv, ["fl-lightning", *args]
     try:
         main()
@@ -57,7 +57,7 @@ def cli(*args: str) -> None:
 
 
 def run(command: str, *args: str, root: Path, model: str = "FedAvg") -> Path:
-    """``fl-lightning <command>`` on the digits in this process; the newest run folder."""
+    """Runs ``fl-lightning <command>`` on the digits in this process; returns the newest run folder."""
     cli(command, f"--model={model}", *DIGITS, f"--trainer.default_root_dir={root}", *args)
     return newest(root)
 
@@ -71,18 +71,18 @@ def last(folder: Path) -> dict[str, Any]:
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor that the last checkpoint of a run folder holds, by name."""
-    found = last(folder)
-    clients = found["clients"]
-    tensors = {"ids": torch.as_tensor(clients["ids"]), "round": torch.tensor(found["round"]), **found["state_dict"]}
-    tensors |= {f"server.{name}": value for name, value in found["server"].items()}
+    """Returns every tensor that the last checkpoint of a run folder holds, by name."""
+    content = last(folder)
+    clients = content["clients"]
+    tensors = {"ids": torch.as_tensor(clients["ids"]), "round": torch.tensor(content["round"]), **content["state_dict"]}
+    tensors |= {f"server.{name}": value for name, value in content["server"].items()}
     return tensors | {f"client.{name}": value for name, value in clients["rows"].items()}
 
 
 def rows(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Every client's row of the last checkpoint, wherever it lies, by name and client; with the model's options."""
-    found = last(folder)
-    clients, objective = found["clients"], getattr(algorithms, found["identity"]["model"])
+    """Returns all clients' rows of the last checkpoint, wherever they lie, by name and client; options: the model's."""
+    content = last(folder)
+    clients, objective = content["clients"], getattr(algorithms, content["identity"]["model"])
     store = ClientStore(objective(DigitsMLP(hidden=8), **options).client_inits(), clients["w0"])
     store.load_state_dict(clients, folder / "clients")
     values = {f"{name}.{k}": value for k, row in store.rows().items() for name, value in row.items()}
@@ -91,14 +91,14 @@ def rows(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
-    """Bit for bit."""
+    """Compares bit for bit."""
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), f"{name} differs by {(a[name] - b[name]).abs().max()}"
 
 
 def measurements(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``flatness.jsonl``, without one that a crash has cut short; NaN is no JSON."""
+    """Returns the lines of a ``flatness.jsonl``, without one that a crash has cut short; NaN is no JSON."""
     return [
         json.loads(line, parse_constant=int)
         for line in path.read_text().splitlines(keepends=True)
@@ -107,7 +107,7 @@ def measurements(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Columns of metrics.csv that do not depend on the clock, with the rounds where they were measured."""
+    """Returns columns of metrics.csv that do not depend on the clock, with the rounds where they were measured."""
     columns = read_metrics(folder / "metrics.csv")
     return {name: values for name, values in columns.items() if not name.startswith("time/")}
 
@@ -167,7 +167,7 @@ def _text(file: IO[str]) -> str:
 
 
 def _fork(args: tuple[str, ...], cwd: Path, env: Mapping[str, str], files: list[IO[str]]) -> None:
-    """What makes a fork a process of its own, then the console script."""
+    """Makes a fork a process of its own, then runs the console script."""
     os.setsid()
     gc.freeze()  # what the test left behind is not finalized here
     atexit._clear()
@@ -192,7 +192,7 @@ def _fork(args: tuple[str, ...], cwd: Path, env: Mapping[str, str], files: list[
 
 
 def _report_to_stderr() -> None:
-    """Logs, warnings and errors of threads go to stderr, not to pytest."""
+    """Sends logs, warnings and errors of threads to stderr, not to pytest."""
     logging.getLogger().handlers.clear()
     for logger in map(logging.getLogger, logging.getLogger().manager.loggerDict):
         for handler in logger.handlers:
@@ -212,7 +212,7 @@ Child = Forked | subprocess.Popen[str]
 
 @contextmanager
 def ending(child: Child) -> Iterator[Child]:
-    """Of the process and its group nothing is left afterwards."""
+    """Leaves nothing of the process and its group."""
     try:
         yield child
     finally:
@@ -221,7 +221,7 @@ def ending(child: Child) -> Iterator[Child]:
 
 
 def kill(child: Child) -> None:
-    """``kill -9`` to the process and its children."""
+    """Sends ``kill -9`` to the process and its children."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     if child.poll() is None:  # a fork that has no group of its own yet
@@ -229,7 +229,7 @@ def kill(child: Child) -> None:
 
 
 def process(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> AbstractContextManager[Child]:
-    """A command in a new process group."""
+    """Starts a command in a new process group."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     pipe = subprocess.PIPE
     return ending(
@@ -238,7 +238,7 @@ def process(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> A
 
 
 def forked(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> AbstractContextManager[Child]:
-    """``fl-lightning`` with these arguments in a process of its own."""
+    """Starts ``fl-lightning`` with these arguments in a process of its own."""
     return ending(Forked(args, cwd, env or {})) if FORKS else process(SCRIPT, *args, cwd=cwd, env=env)
 
 
@@ -257,7 +257,7 @@ def killed(*args: str, root: Path) -> Path:
 
 @contextmanager
 def group(size: int, *args: str, cwd: Path, nodes: int = 1) -> Iterator[list[Child]]:
-    """``fl-lightning`` in processes that find each other as those of ``torchrun`` do.
+    """Starts ``fl-lightning`` in processes that find each other as those of ``torchrun`` do.
 
     Args:
         size: Number of processes of a node.
@@ -279,7 +279,7 @@ def group(size: int, *args: str, cwd: Path, nodes: int = 1) -> Iterator[list[Chi
 
 
 def ended(children: list[Child], code: int = 0) -> list[tuple[str, str]]:
-    """What each process said until it ended, with this exit code."""
+    """Returns what each process said until it ended, with this exit code."""
     texts = [child.communicate(timeout=300) for child in children]
     assert [child.returncode for child in children] == [code] * len(children), texts
     return texts

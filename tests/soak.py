@@ -120,30 +120,30 @@ class Soak:
 
     def _run(self, kind: str, name: str, model: str, root: Path, kills: int) -> None:
         args = [f"--model={model}", *DIGITS, f"--trainer.max_rounds={ROUNDS}", *OPTIONS[name]]
-        whole, seconds = self._unbroken(kind, args)
+        unbroken, seconds = self._unbroken(kind, args)
         while True:
             ckpt = list(root.glob("*/*/checkpoints/last.ckpt"))
-            more = [f"--trainer.default_root_dir={root}", *(["--ckpt_path=last"] if ckpt else [])]
+            options = [f"--trainer.default_root_dir={root}", *(["--ckpt_path=last"] if ckpt else [])]
             with ExitStack() as stack:
-                children = self._start(stack, kind, [*args, *more])
+                children = self._start(stack, kind, [*args, *options])
                 if self.kills[kind] < kills:
                     hit = self._strike(children, root, seconds)
                     self.kills[kind] += hit
                     if hit:
                         continue
-                said = [child.communicate(timeout=300) for child in children]
+                outputs = [child.communicate(timeout=300) for child in children]
                 codes = [child.returncode for child in children]
             if any(codes):
-                self.losses.append(f"{kind}, {name}, {model}: exit {codes}, {said}")
+                self.losses.append(f"{kind}, {name}, {model}: exit {codes}, {outputs}")
             break
         self.runs[kind] += 1
         try:
             ended = newest(root)
             assert last(ended)["round"] == ROUNDS
-            assert_same(state(ended), state(whole))
-            assert_same(rows(ended), rows(whole))
-            assert metrics(ended) == metrics(whole)
-            assert incidents(ended) == incidents(whole)
+            assert_same(state(ended), state(unbroken))
+            assert_same(rows(ended), rows(unbroken))
+            assert metrics(ended) == metrics(unbroken)
+            assert incidents(ended) == incidents(unbroken)
         except (AssertionError, ValueError, OSError) as error:
             self.losses.append(f"{kind}, {name}, {model}: {error!r:.300}")
         shutil.rmtree(root)
@@ -152,29 +152,29 @@ class Soak:
         """Kills workers of sweeps, and now and then the sweep itself, until so many have hit, sweep after sweep."""
         settings = OPTIONS["private clients that are lost and broken"]
         file = self.folder / "sweep.yaml"
-        text = {
+        config = {
             "program": "fl-lightning", "method": "grid", "metric": {"name": "server/test/acc"},
             "parameters": {"model": {"values": MODELS}, "trainer.seed": {"values": [0, 1]}},
             "command": ["fl-lightning", "fit", *DIGITS, f"--trainer.max_rounds={10 * ROUNDS}", *settings, "${args}"],
         }  # fmt: skip
-        file.write_text(yaml.safe_dump(text))
-        whole, number = self._swept(file, self.folder / "whole sweep", 0), 0
+        file.write_text(yaml.safe_dump(config))
+        unbroken, number = self._swept(file, self.folder / "whole sweep", 0), 0
         while self.kills["sweeps"] < kills:
-            found = self._swept(file, self.folder / f"sweeps {number}", kills)
-            for name, folder in found.items():
+            folders = self._swept(file, self.folder / f"sweeps {number}", kills)
+            for name, folder in folders.items():
                 try:
-                    assert_same(state(folder), state(whole[name]))
-                    assert metrics(folder) == metrics(whole[name])
-                    assert incidents(folder) == incidents(whole[name])
+                    assert_same(state(folder), state(unbroken[name]))
+                    assert metrics(folder) == metrics(unbroken[name])
+                    assert incidents(folder) == incidents(unbroken[name])
                 except (AssertionError, ValueError, OSError) as error:
                     self.losses.append(f"sweeps, {name}: {error!r:.300}")
-            if found.keys() != whole.keys():
-                self.losses.append(f"sweeps: {found.keys()} have ended, not {whole.keys()}")
-            self.runs["sweeps"] += len(found)
+            if folders.keys() != unbroken.keys():
+                self.losses.append(f"sweeps: {folders.keys()} have ended, not {unbroken.keys()}")
+            self.runs["sweeps"] += len(folders)
             number += 1
 
     def _swept(self, file: Path, root: Path, kills: int) -> dict[str, Path]:
-        """The run folder of each trial of a sweep by two workers, which is started until all have finished."""
+        """Returns the run folder of each trial of a sweep by two workers, which is started until all have finished."""
         while True:
             with forked("sweep", str(file), "--jobs=2", f"--out={root}", cwd=self.folder) as child:
                 while child.poll() is None and self.kills["sweeps"] < kills:
@@ -183,23 +183,23 @@ class Soak:
                     with suppress(ProcessLookupError):
                         os.kill(self.draw.choice(victims), signal.SIGKILL)
                         self.kills["sweeps"] += 1
-                said = child.communicate(timeout=600)
+                output = child.communicate(timeout=600)
             if child.returncode == 0:
                 break
             if child.returncode not in (-signal.SIGKILL, 1):  # 1: a trial's worker was killed too often
-                self.losses.append(f"sweeps: exit {child.returncode}, {said}")
+                self.losses.append(f"sweeps: exit {child.returncode}, {output}")
                 break
         with (root / file.stem / "sweep.csv").open(newline="") as table:
             return {row["model"] + row["trainer.seed"]: Path(row["folder"]) for row in csv.DictReader(table)}
 
     def _unbroken(self, kind: str, args: list[str]) -> tuple[Path, float]:
-        """The run of the same kind that is not killed, and its seconds; sums by process differ in rounding."""
+        """Returns the run of the same kind that is not killed, and its seconds; sums by process differ in rounding."""
         key = ("two" if kind == "two processes" else "one", *args)
         if key not in self.whole:
             started, root = time.monotonic(), self.folder / "whole" / str(len(self.whole))
             with ExitStack() as stack:
-                alike = kind if kind == "two processes" else "forked"
-                for child in self._start(stack, alike, [*args, f"--trainer.default_root_dir={root}"]):
+                launcher = kind if kind == "two processes" else "forked"
+                for child in self._start(stack, launcher, [*args, f"--trainer.default_root_dir={root}"]):
                     _, err = child.communicate(timeout=300)
                     assert child.returncode == 0, err
             self.whole[key] = newest(root), time.monotonic() - started
@@ -241,11 +241,11 @@ class Memory(Callback):
 
 
 def long_run(folder: Path, rounds: int) -> list[float]:
-    """Resident memory, MiB, of a run with faults, measurements and a checkpoint every ten rounds, ten times over."""
-    memory, bad = Memory(), Corrupt(0.1, "nan")
+    """Returns memory in MiB, ten times in a run with faults, measurements and a checkpoint every ten rounds."""
+    memory, corruption = Memory(), Corrupt(0.1, "nan")
     trainer = FederatedTrainer(
         max_rounds=rounds, clients_per_round=5, eval_every=10, threads=1, engine="graphed", enable_progress_bar=False,
-        faults=Faults(drop_before=0.1, drop_after=0.2, stragglers=Stragglers(deadline=3.8), corrupt=bad),
+        faults=Faults(drop_before=0.1, drop_after=0.2, stragglers=Stragglers(deadline=3.8), corrupt=corruption),
         on_divergence="continue", default_root_dir=folder,
         callbacks=[Checkpoints(), FlatnessMonitor(rounds // 10, [LambdaMax(samples=100), Discrepancy()]), memory],
     )  # fmt: skip
@@ -255,18 +255,18 @@ def long_run(folder: Path, rounds: int) -> list[float]:
 
 
 def workers(pid: int) -> list[int]:
-    """The processes that train for a sweep."""
-    found = []
+    """Returns the processes that train for a sweep."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == pid and b"spawn_main" in (path / "cmdline").read_bytes():
-                found.append(int(path.name))
-    return found
+                pids.append(int(path.name))
+    return pids
 
 
 def incidents(folder: Path) -> str:
-    """The table of what befell the clients; empty without faults."""
+    """Returns the table of what befell the clients; empty without faults."""
     path = folder / "clients.csv"
     return path.read_text() if path.exists() else ""
 
@@ -283,18 +283,18 @@ def main() -> None:
         ("seed", 0),
     ):
         parser.add_argument(f"--{kind}", type=int, default=kills)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        soak = Soak(Path(folder), given.seed)
-        if given.rounds:
-            mib = long_run(Path(folder) / "long", given.rounds)
-            print(f"{given.rounds} rounds: MiB after each tenth {', '.join(f'{each:.0f}' for each in mib)}", flush=True)
+        soak = Soak(Path(folder), args.seed)
+        if args.rounds:
+            mib = long_run(Path(folder) / "long", args.rounds)
+            print(f"{args.rounds} rounds: MiB after each tenth {', '.join(f'{size:.0f}' for size in mib)}", flush=True)
             if mib[-1] > 1.02 * mib[1]:
                 soak.losses.append(f"memory grew from {mib[1]:.0f} to {mib[-1]:.0f} MiB")
-        for kind, kills in (("forked", given.forked), ("real", given.real), ("two processes", given.two_processes)):
+        for kind, kills in (("forked", args.forked), ("real", args.real), ("two processes", args.two_processes)):
             soak.kill(kind, kills)
             print(f"{kind}: {soak.kills[kind]} kills, {soak.runs[kind]} runs ended", flush=True)
-        soak.sweep(given.sweeps)
+        soak.sweep(args.sweeps)
         print(f"sweeps: {soak.kills['sweeps']} kills, {soak.runs['sweeps']} runs ended", flush=True)
     for loss in soak.losses:
         print(f"LOST: {loss}")

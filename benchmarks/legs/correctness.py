@@ -61,7 +61,7 @@ SMALL = (
 
 
 def items(task: Task) -> dict[str, Item]:
-    """The checks, in order of value; compiling takes longest, so all but one of its checks are last."""
+    """Returns the checks, in order of value; compiling takes longest, so all but one of its checks are last."""
     device = task.device
     further = features.items(device)
     precisions: dict[str, Item] = {
@@ -105,57 +105,57 @@ def of_algorithms(names: Iterable[str], engines: Iterable[str], device: str) -> 
 
 
 def resume(engine: str, device: str) -> dict[str, Any]:
-    """Bit for bit: a run repeated, and one that is resumed, with rows in memory and on disk."""
+    """Compares bits: of a run repeated, and of one that is resumed, with rows in memory and on disk."""
     with folder() as path:
         options = {**ENGINES[engine], "precision": "32-true"}
-        whole, again = (results(train(device, f"{path}/{i}", max_rounds=4, **options)) for i in range(2))
-        same = {"repeated": again}
+        uninterrupted, repeated = (results(train(device, f"{path}/{i}", max_rounds=4, **options)) for i in range(2))
+        runs = {"repeated": repeated}
         for where, memory in (("in memory", 1.0), ("on disk", 0.0)):
             options |= {"client_memory": memory}
             half = train(device, f"{path}/{where}", max_rounds=2, **options)
             last = str(half.folder.last)
-            same[where] = results(train(device, f"{path}/{where}", ckpt_path=last, max_rounds=4, **options))
-        found = {where: agreement(run, whole, limit=0.0)["ok"] for where, run in same.items()}
-    return {"ok": all(found.values()), **found}
+            runs[where] = results(train(device, f"{path}/{where}", ckpt_path=last, max_rounds=4, **options))
+        checks = {where: agreement(run, uninterrupted, limit=0.0)["ok"] for where, run in runs.items()}
+    return {"ok": all(checks.values()), **checks}
 
 
 def precision(name: str, device: str, method: str = "FedSMOO", engine: str = "sequential") -> dict[str, Any]:
-    """The update of three rounds against that in float64 on the CPU."""
+    """Compares the update of three rounds with that in float64 on the CPU."""
     options = {"precision": "32-true", **PRECISIONS[name], **ENGINES[engine]}
     with folder() as path:
-        other = results(train(device, path, method, **options))
+        actual = results(train(device, path, method, **options))
     start, end = exact(method)["w0"], exact(method)["server.w"]
-    difference = (other["server.w"] - end).norm() / (end - start).norm()
-    return {"difference": float(difference), "loss": float(other["client/train/loss"])}
+    difference = (actual["server.w"] - end).norm() / (end - start).norm()
+    return {"difference": float(difference), "loss": float(actual["client/train/loss"])}
 
 
 def set_beforehand(device: str) -> dict[str, Any]:
-    """A program that has chosen the precision of matrix products is left with its choice, and a run has its own."""
-    found = {}
+    """Checks that a program's own precision of matrix products stays its choice, beside that of a run."""
+    precisions = {}
     for value in ("high", "medium"):
         torch.set_float32_matmul_precision(value)
         with folder() as path:
             train(device, path, precision="32-true")
-        found[value] = torch.get_float32_matmul_precision()
+        precisions[value] = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    return {"ok": all(key == value for key, value in found.items()), **found}
+    return {"ok": all(key == value for key, value in precisions.items()), **precisions}
 
 
 def flatness(name: str, device: str) -> dict[str, Any]:
-    """The largest relative difference of a measure's numbers to those of the CPU, float64; residuals are rounding."""
+    """Finds the largest relative difference of a measure's numbers to the CPU's, float64; residuals are rounding."""
     values = []
     for where in ("cpu", device):
         with folder() as path:
             monitor = fl.FlatnessMonitor(1, [MEASURES[name]()])
             run = train(where, path, "FedAvg", max_rounds=1, callbacks=[monitor])
             values.append({n: v for n, v in run.metrics.items() if n.startswith("flatness/")})
-    cpu, there = values
-    numbers = [n for n in cpu if not n.endswith("_residual")]
-    return verdict([abs(there[n] - cpu[n]) / max(abs(cpu[n]), 1e-9) for n in numbers], 1e-6)
+    expected, actual = values
+    numbers = [n for n in expected if not n.endswith("_residual")]
+    return verdict([abs(actual[n] - expected[n]) / max(abs(expected[n]), 1e-9) for n in numbers], 1e-6)
 
 
 def processes(count: int, backend: str, device: str) -> dict[str, Any]:
-    """Processes that share one device, against one alone; NCCL takes one process a device."""
+    """Compares processes that share one device with one alone; NCCL takes one process a device."""
     with folder() as path:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -166,8 +166,8 @@ def processes(count: int, backend: str, device: str) -> dict[str, Any]:
         children, logs = [], [Path(path, f"{rank}.log") for rank in range(count)]
         for rank, log in enumerate(logs):
             with log.open("w") as file:
-                own = {**env, "RANK": str(rank), "GROUP_RANK": str(rank)}
-                children.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=file, stderr=file))
+                environment = {**env, "RANK": str(rank), "GROUP_RANK": str(rank)}
+                children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
         until = time.monotonic() + PATIENCE
         while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
             if time.monotonic() > until:
@@ -179,13 +179,13 @@ def processes(count: int, backend: str, device: str) -> dict[str, Any]:
         for child in children:
             child.kill()
             child.wait()
-        said = [log.read_text(errors="replace") for log in logs]
-        print(*said, sep="\n")
+        outputs = [log.read_text(errors="replace") for log in logs]
+        print(*outputs, sep="\n")
         if any(code != 0 for code in codes):
-            raise RuntimeError(f"exit codes {codes} (None: it hung): {' | '.join(map(last_error, said))}")
-        found = torch.load(f"{path}/w.pt", weights_only=True)
+            raise RuntimeError(f"exit codes {codes} (None: it hung): {' | '.join(map(last_error, outputs))}")
+        weights = torch.load(f"{path}/w.pt", weights_only=True)
     alone = exact("FedAvg")["server.w"]
-    return verdict([float((found - alone).abs().max() / alone.abs().max())], EXACT)
+    return verdict([float((weights - alone).abs().max() / alone.abs().max())], EXACT)
 
 
 def last_error(output: str) -> str:
@@ -195,7 +195,7 @@ def last_error(output: str) -> str:
 
 
 def process(device: str, backend: str, path: str) -> None:
-    """One of them: it trains, and calls every collective of the package, which a run of one process leaves out."""
+    """Trains as one of them, and calls every collective of the package, which a run of one process leaves out."""
     from lightning.fabric.strategies import DDPStrategy
 
     trainer = fl.FederatedTrainer(
@@ -225,7 +225,7 @@ def collectives(device: torch.device) -> None:
         assert gathered is None or all(torch.equal(got.cpu(), sent) for got, sent in zip(gathered, ranks, strict=True))
     scattered = torch.empty_like(mine)
     with collective("scatter"):
-        dist.scatter(scattered, [each.to(device) for each in ranks] if rank == 0 else None, src=0)
+        dist.scatter(scattered, [tensor.to(device) for tensor in ranks] if rank == 0 else None, src=0)
         assert torch.equal(scattered, mine)
     total = mine.clone()
     with collective("all_reduce"):

@@ -64,7 +64,7 @@ def data(
     augment: Mapping[str, Any] | None = None,
     stream: bool = False,
 ) -> fl.Arrays:
-    """Clients with 3 to 31 images of 5 classes."""
+    """Returns clients with 3 to 31 images of 5 classes."""
     rng = np.random.default_rng(0)
     pairs = [(rng.integers(0, 256, (n, size, size, 3), np.uint8), np.arange(n) % 5) for n in (*clients, 40)]
     crop = fl.Augment(**({"crop": 1} if augment is None else augment))
@@ -72,7 +72,7 @@ def data(
 
 
 def text() -> fl.Arrays:
-    """Clients with 3 to 24 texts of 5 tokens out of 20."""
+    """Returns clients with 3 to 24 texts of 5 tokens out of 20."""
     rng = np.random.default_rng(0)
     pairs = [(rng.integers(0, 20, (n, 5)), np.arange(n) % 5) for n in (19, 7, 12, 3, 24, 40)]
     return fl.Arrays(client_arrays=pairs[:-1], test=pairs[-1], batch_size=8)
@@ -81,8 +81,8 @@ def text() -> fl.Arrays:
 def algorithm(name: str, net: Callable[[], nn.Module] = Net, **options: Any) -> fl.LocalObjective:
     """Returns an algorithm, with momentum, weight decay, clipping and a decaying learning rate if it takes SGD."""
     torch.manual_seed(1)
-    own = name in ("FedAdamW", "FedMuon", "LocalMuon")  # an optimizer
-    sgd = None if own else fl.SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
+    has_optimizer = name in ("FedAdamW", "FedMuon", "LocalMuon")  # of their own
+    sgd = None if has_optimizer else fl.SGD(0.05, momentum=0.9, weight_decay=1e-3, clip=1.0, lr_decay=0.9)
     return getattr(algorithms, name)(net=net(), **{"optimizer": sgd, **options})
 
 
@@ -105,8 +105,8 @@ class Litter(Callback):
 class Logged(Callback):
     """Counts how often it is called: once for all rounds that run as one program, if it does not need each."""
 
-    def __init__(self, each: bool) -> None:
-        self.each, self.count = each, 0
+    def __init__(self, every_round: bool) -> None:
+        self.each, self.count = every_round, 0
 
     def needs_round(self, t: int) -> bool:
         return self.each
@@ -225,11 +225,11 @@ OTHERS = fl.ReplaySampler([[0, 1], [2, 3, 4], [5, 0], [1, 2, 3, 4], [3, 5], [0, 
 """Cohorts of two, three and four, each with a record of its own."""
 LONG = {
     **{
-        f"longer blocks, {name}{where}": Case(
+        f"longer blocks, {name}{suffix}": Case(
             partial(algorithm, name), partial(data, clients=GROWING),
             {"max_rounds": len(LONGER.rounds), "sampler": LONGER, **options},
         )
-        for name, where, options in (
+        for name, suffix, options in (
             ("FedSMOO", "", {}), ("SCAFFOLD", ", rows on disk", {"client_memory": 0.0}), ("FedGMT", "", {})
         )
     },
@@ -264,7 +264,7 @@ CASES = {**{name: Case(partial(algorithm, name)) for name in algorithms.__all__}
 
 
 def items(device: str) -> dict[str, Item]:
-    """The checks of this file but for plain algorithms, in order of value; on the CPU, all for one engine each."""
+    """Returns the checks of this file but for plain algorithms, in order of value; on the CPU, one engine each."""
     checks: dict[str, Item] = {}
     for name, case in {**LONG, **NETS, **FEATURES}.items():
         for engine in case.engines:
@@ -312,12 +312,12 @@ def train(
 
 def results(run: Run) -> dict[str, Tensor]:
     """Returns a run's first weights, its state, and the metrics of its last round that are not times."""
-    found = {"w0": run.clients.w0, **{f"server.{name}": run.server[name] for name in run.server}}
-    found |= {f"client {k}.{name}": row[name] for k, row in run.clients.rows().items() for name in row}
+    tensors = {"w0": run.clients.w0, **{f"server.{name}": run.server[name] for name in run.server}}
+    tensors |= {f"client {k}.{name}": row[name] for k, row in run.clients.rows().items() for name in row}
     for name, value in run.metrics.items():
         if name.startswith(("server/", "client/", "flatness/")) and not name.endswith("_residual"):
-            found[name] = torch.tensor(value)
-    return {name: value.detach().cpu().double() for name, value in found.items()}
+            tensors[name] = torch.tensor(value)
+    return {name: value.detach().cpu().double() for name, value in tensors.items()}
 
 
 @cache
@@ -331,28 +331,28 @@ def compare(name: str, engine: str, device: str) -> dict[str, Any]:
     """Compares all that a case results in with `exact`."""
     case = CASES[name]
     with folder() as path, mock.patch.object(Records, "KEPT", case.kept):
-        found = results(train(device, path, name, **ENGINES[engine], **case.there()))
-    return agreement(found, exact(name), case.limit)
+        actual = results(train(device, path, name, **ENGINES[engine], **case.there()))
+    return agreement(actual, exact(name), case.limit)
 
 
-def agreement(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float = EXACT) -> dict[str, Any]:
+def agreement(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float = EXACT) -> dict[str, Any]:
     """Finds the largest difference, relative to the largest entry of its tensor, and says where if it is too large."""
-    if found.keys() != expected.keys():
-        raise ValueError(f"one has something that the other has not: {sorted(found.keys() ^ expected.keys())[:5]}")
-    differences = {name: relative(found[name], expected[name]) for name in expected}
-    said = verdict([*differences.values()], limit)
-    wrong = [name for name, difference in differences.items() if not difference <= limit]
-    return {**said, **({"where": ", ".join(wrong[:3]), "wrong": len(wrong)} if wrong else {})}
+    if actual.keys() != expected.keys():
+        raise ValueError(f"one has something that the other has not: {sorted(actual.keys() ^ expected.keys())[:5]}")
+    differences = {name: relative(actual[name], expected[name]) for name in expected}
+    outcome = verdict([*differences.values()], limit)
+    exceeding = [name for name, difference in differences.items() if not difference <= limit]
+    return {**outcome, **({"where": ", ".join(exceeding[:3]), "wrong": len(exceeding)} if exceeding else {})}
 
 
 def relative(x: Tensor, y: Tensor) -> float:
     """Returns the largest difference relative to the largest entry; NaN and infinity differ from other numbers."""
     if x.shape != y.shape:
         return float("nan")
-    same = (x == y) | (x.isnan() & y.isnan())
-    apart = torch.where(same, 0.0, (x - y).abs())
+    equal = (x == y) | (x.isnan() & y.isnan())
+    distances = torch.where(equal, 0.0, (x - y).abs())
     scale = torch.where(y.isfinite(), y, 0.0).abs()
-    return float(apart.max() / scale.max().clamp(min=1e-3)) if y.numel() else 0.0
+    return float(distances.max() / scale.max().clamp(min=1e-3)) if y.numel() else 0.0
 
 
 def verdict(differences: list[float], limit: float) -> dict[str, Any]:
@@ -365,7 +365,7 @@ def again(engine: str, device: str) -> dict[str, Any]:
     """Trains HsuCNN in float32 twice, with different memory: equal bits."""
     images = partial(data, 32, (64, 50, 33), 32, {"crop": 4})
     case = Case(partial(algorithm, "FedAvg", lambda: fl.HsuCNN(5)), images)
-    found = []
+    runs = []
     for callbacks in ([], [Litter()]):
         with folder() as path:
             options = {
@@ -375,33 +375,33 @@ def again(engine: str, device: str) -> dict[str, Any]:
                 "clients_per_round": 3,
                 "callbacks": callbacks,
             }
-            found.append(results(train(device, path, case=case, **options, **ENGINES[engine])))
-    return agreement(found[0], found[1], limit=0.0)
+            runs.append(results(train(device, path, case=case, **options, **ENGINES[engine])))
+    return agreement(runs[0], runs[1], limit=0.0)
 
 
 def program(engine: str, device: str) -> dict[str, Any]:
     """Trains rounds as one program, and one by one: equal bits."""
-    found = []
+    runs = []
     calls = {}
-    for each in (False, True):
-        logged = Logged(each)
+    for every_round in (False, True):
+        logged = Logged(every_round)
         callbacks = [logged, fl.Checkpoints(NEVER)]
         options = {"max_rounds": 10, "eval_every": NEVER, "callbacks": callbacks, "precision": "32-true"}
         with folder() as path:
-            found.append(results(train(device, path, "FedSMOO", **options, **ENGINES[engine])))
-        calls["one by one" if each else "as one"] = logged.count
-    said = agreement(found[0], found[1], limit=0.0)
-    return {**said, "ok": said["ok"] and calls["as one"] < calls["one by one"] == 10, "programs": calls["as one"]}
+            runs.append(results(train(device, path, "FedSMOO", **options, **ENGINES[engine])))
+        calls["one by one" if every_round else "as one"] = logged.count
+    outcome = agreement(runs[0], runs[1], limit=0.0)
+    return {**outcome, "ok": outcome["ok"] and calls["as one"] < calls["one by one"] == 10, "programs": calls["as one"]}
 
 
 def seeds(engine: str, device: str) -> dict[str, Any]:
     """Trains two seeds at once, and compares each with itself alone on the CPU."""
-    worst = []
+    outcomes = []
     with folder() as path:
         trainers = [trainer_for(device, path, **{**ENGINES[engine], "seed": i, "name": f"seed {i}"}) for i in range(2)]
         for i, run in enumerate(parallel_runs.fit(trainers, [algorithm("FedSMOO") for _ in trainers], data())):
-            worst.append(agreement(results(run), results(train("cpu", f"{path}/alone", "FedSMOO", seed=i))))
-    return max(worst, key=lambda said: (not said["ok"], said["difference"]))
+            outcomes.append(agreement(results(run), results(train("cpu", f"{path}/alone", "FedSMOO", seed=i))))
+    return max(outcomes, key=lambda outcome: (not outcome["ok"], outcome["difference"]))
 
 
 def batch(device: str) -> list[tuple[Tensor, Tensor]]:
@@ -416,8 +416,8 @@ def sample_loss(outputs: Tensor, y: Tensor) -> Tensor:
 
 def on_both(device: str, do: Callable[[str], dict[str, Tensor]], limit: float) -> dict[str, Any]:
     """Compares what a function finds on the device and on the CPU."""
-    there, here = ({n: torch.as_tensor(v).cpu().double() for n, v in do(at).items()} for at in (device, "cpu"))
-    return agreement(there, here, limit)
+    actual, expected = ({n: torch.as_tensor(v).cpu().double() for n, v in do(at).items()} for at in (device, "cpu"))
+    return agreement(actual, expected, limit)
 
 
 def landscape(device: str) -> dict[str, Any]:
@@ -428,8 +428,8 @@ def landscape(device: str) -> dict[str, Any]:
         w = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
         directions = measure.random_plane(FlatSpec(net), w)
         steps = np.linspace(-0.5, 0.5, 5)
-        found = measure.surface(net, sample_loss, {"test": batch(at)}, w, directions, steps, steps)
-        return {name: torch.as_tensor(value) for name, value in found.loss.items()}
+        surface = measure.surface(net, sample_loss, {"test": batch(at)}, w, directions, steps, steps)
+        return {name: torch.as_tensor(value) for name, value in surface.loss.items()}
 
     return on_both(device, plane, EXACT)
 
@@ -443,8 +443,8 @@ def merged(device: str) -> dict[str, Any]:
         noise = torch.Generator().manual_seed(2)
         for p in adapted.parameters():
             p.data += 0.1 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
-        whole = adapted.to(at).merged()
-        pair = measure.lambda_max(measure.hessian(whole, sample_loss, batch(at)))
+        merged_net = adapted.to(at).merged()
+        pair = measure.lambda_max(measure.hessian(merged_net, sample_loss, batch(at)))
         return {"value": torch.as_tensor(pair.value)}
 
     return on_both(device, largest, 1e-6)

@@ -94,7 +94,7 @@ class Results:
         print(f"{name}: {line}", flush=True)
 
     def text(self) -> str:
-        """What was not reached."""
+        """Returns what was not reached."""
         missing = self._here[f"{self.leg}: not reached"]
         return f"{self.leg}: {len(self.found)} items in {self.path}; not reached: {', '.join(missing) or 'none'}"
 
@@ -117,7 +117,7 @@ def is_failure(value: dict[str, Any]) -> bool:
 
 
 def machine(device: str) -> dict[str, str]:
-    """What the numbers belong to."""
+    """Returns what the numbers belong to."""
     import torch
 
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
@@ -131,7 +131,7 @@ def machine(device: str) -> dict[str, str]:
 
 
 def machine_name(machine: dict[str, str]) -> str:
-    """What tells machines apart in a file of results."""
+    """Returns what tells machines apart in a file of results."""
     return f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}"
 
 
@@ -144,7 +144,7 @@ def synchronize(device: str) -> None:
 
 
 def accelerator(device: str) -> str:
-    """Fabric's name of a device."""
+    """Returns Fabric's name of a device."""
     return "gpu" if device == "cuda" else "cpu"
 
 
@@ -207,7 +207,7 @@ class Worker:
         self.task, self.item, self.until, self.start = task, "", 0.0, 0
 
     def hello(self) -> tuple[dict[str, str], list[str]]:
-        """The machine, and the names of all items."""
+        """Returns the machine, and the names of all items."""
         self.connection.send(None)
         if not self.connection.poll(max(0.0, self.task.end + GRACE - time.monotonic())):
             raise ValueError(f"{self.task.module} does not start: importing takes longer than --seconds")
@@ -226,7 +226,7 @@ class Worker:
         return self.connection.poll() or time.monotonic() >= self.until
 
     def value(self) -> dict[str, Any] | None:
-        """What the item has found, or why it has not; None if the leg's end has cut it off."""
+        """Returns what the item has found, or why it has not; None if the leg's end has cut it off."""
         if self.connection.poll():
             try:
                 return self.connection.recv()
@@ -236,7 +236,7 @@ class Worker:
         return None if cut else {"error": "it was ended after its time; the log says where it was"}
 
     def output(self) -> str:
-        """The item's last output."""
+        """Returns the item's last output."""
         with self.log.open(errors="replace") as file:
             file.seek(self.start)
             return file.read()[-TAIL:]
@@ -252,13 +252,13 @@ class Worker:
     def _reason(self) -> str:
         self.process.join(10)
         code = self.process.exitcode
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        ending = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         lines = [line.strip() for line in self.output().splitlines() if "error" in line.lower()]
-        return ": ".join([f"its process ended, {how}", *(line[:300] for line in lines[-1:])])
+        return ": ".join([f"its process ended, {ending}", *(line[:300] for line in lines[-1:])])
 
 
 def serve(connection: Connection, log: str, task: Task, threads: int) -> None:
-    """A worker's process: answers None with the machine and all names, and an item's name with what the item finds."""
+    """Works as a process: answers None with the machine and all names, and an item's name with what the item finds."""
     os.setsid()
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)

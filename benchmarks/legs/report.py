@@ -43,36 +43,36 @@ def renew(page: Path, content: Found) -> None:
         raise ValueError("there is nothing to report: run a leg first, or name its file with --out")
     if not BLOCK.search(text):
         raise ValueError(f"{page} has no comments <!-- gpu --> and <!-- /gpu --> to put the tables between")
-    sections = "\n".join(section(found) for found in content.values())
+    sections = "\n".join(section(results) for results in content.values())
     page.write_text(BLOCK.sub(lambda match: f"{match[1]}\n{sections}\n{match[2]}", text))
 
 
-def section(found: dict[str, Any]) -> str:
-    """The results of one machine."""
-    machine = found["machine"]
-    about = ", ".join(
+def section(results: dict[str, Any]) -> str:
+    """Returns the results of one machine."""
+    machine = results["machine"]
+    versions = ", ".join(
         f"{name} {machine[key]}" for name, key in (("torch", "torch"), ("CUDA", "cuda"), ("Python", "python"))
     )
     head = "Measured" if machine["kind"] == "cuda" else "In small, to try the program"
-    parts = [f"## {head}: {machine['device']}\n\n{about}.\n"]
+    parts = [f"## {head}: {machine['device']}\n\n{versions}.\n"]
     for leg, tables in (("correctness", correctness), ("speed", speed), ("science", science)):
-        if items := found.get(leg):
+        if items := results.get(leg):
             parts += [f"### {leg.capitalize()}\n", *tables(items)]
             errors = [f"{name}: `{value['error']}`" for name, value in items.items() if "error" in value]
-            missing = found[f"{leg}: not reached"]
+            missing = results[f"{leg}: not reached"]
             missing = [f"{len(missing)} items, which `gpu.json` names"] if len(missing) > 9 else missing
             parts += named("Errors", errors, "\n- ") + named("Not reached", missing, ", ")
     return "\n".join(parts)
 
 
-def named(head: str, things: Iterable[str], between: str) -> list[str]:
-    things = list(things)
-    first = "\n- " if between.startswith("\n") else " "
-    return [f"{head}:{first}{between.join(things)}\n"] if things else []
+def named(head: str, entries: Iterable[str], separator: str) -> list[str]:
+    entries = list(entries)
+    first = "\n- " if separator.startswith("\n") else " "
+    return [f"{head}:{first}{separator.join(entries)}\n"] if entries else []
 
 
 def correctness(items: Found) -> list[str]:
-    """How many checks hold by engine, with their largest difference; then each that does not hold."""
+    """Returns how many checks hold by engine, with their largest difference; then each that does not hold."""
     groups: dict[str, Found] = {}
     for name, value in items.items():
         last = name.rpartition(", ")[2]
@@ -80,13 +80,13 @@ def correctness(items: Found) -> list[str]:
             groups.setdefault(last if last in ENGINES else "other checks", {})[name] = value
     lines: Lines = [["engine", "checks", "hold", "largest difference", "not held"]]
     for engine in (*ENGINES, "other checks"):
-        found = groups.get(engine, {})
-        held = [value for value in found.values() if not is_failure(value)]
-        most = max((value["difference"] for value in held if "difference" in value), default=None)
-        wrong = [f"**{name.removesuffix(f', {engine}')}**{reason(v)}" for name, v in found.items() if is_failure(v)]
-        if found:
+        checks = groups.get(engine, {})
+        passed = [value for value in checks.values() if not is_failure(value)]
+        most = max((value["difference"] for value in passed if "difference" in value), default=None)
+        wrong = [f"**{name.removesuffix(f', {engine}')}**{reason(v)}" for name, v in checks.items() if is_failure(v)]
+        if checks:
             lines.append([
-                engine, str(len(found)), str(len(held)), "" if most is None else f"{most:.1e}", ", ".join(wrong)
+                engine, str(len(checks)), str(len(passed)), "" if most is None else f"{most:.1e}", ", ".join(wrong)
             ])  # fmt: skip
     explained = (
         "Runs and measures in float64 against the CPU. A difference is relative to the largest entry of the server's"
@@ -97,19 +97,19 @@ def correctness(items: Found) -> list[str]:
         for name, value in items.items()
         if re.fullmatch("precision, [^,]*", name) and "difference" in value
     )
-    said = [f"Updates in another precision differ, relative to their length: {precisions}.\n"] if precisions else []
-    return [explained, markdown(lines), *said]
+    notes = [f"Updates in another precision differ, relative to their length: {precisions}.\n"] if precisions else []
+    return [explained, markdown(lines), *notes]
 
 
 def reason(value: dict[str, Any]) -> str:
-    """What a failed check found, in brackets; nothing for an error, which is listed."""
+    """Returns what a failed check found, in brackets; nothing for an error, which is listed."""
     parts = [key for key, right in value.items() if right is False and key != "ok"]
-    said = ", ".join(parts) or (f"{value['difference']:.1e}" if "difference" in value else "")
-    return f" ({said})" if said and "error" not in value else ""
+    text = ", ".join(parts) or (f"{value['difference']:.1e}" if "difference" in value else "")
+    return f" ({text})" if text and "error" not in value else ""
 
 
 def speed(items: Found) -> list[str]:
-    """Rates, next to a plain loop in the same format and to the floors; what is the same work stands together."""
+    """Returns rates, next to a plain loop in the same format and to the floors; the same work stands together."""
     floors = items.get("floors", {})
     loops = {(v["work"], v["method"], v["form"]): v for v in items.values() if v.get("who") == PLAIN}
     body: Lines = []
@@ -136,12 +136,12 @@ def speed(items: Found) -> list[str]:
 
 
 def what(v: dict[str, Any]) -> tuple[Any, ...]:
-    """What rows that stand together measure."""
+    """Returns what rows that stand together measure."""
     return v["work"], v["method"], v["seeds"], v["cohort"]
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds, to three digits."""
+    """Returns milliseconds, to three digits."""
     return f"{float(f'{seconds * 1e3:.3g}'):g}"
 
 
@@ -155,7 +155,7 @@ def share(floor: float | None, v: dict[str, Any]) -> str:
 
 
 def science(items: Found) -> list[str]:
-    """Runs in the leg's order, next to those of the ledger on a CPU, and to the papers' numbers."""
+    """Returns runs in the leg's order, next to those of the ledger on a CPU, and to the papers' numbers."""
     head = [
         "run", "rounds", "accuracy", "on the CPU", "lambda_max", "on the CPU",
         *(f"accuracy in {name}" for name in PAPERS), "lambda_max in FedGloSS", "ms a round",
@@ -171,7 +171,7 @@ def science(items: Found) -> list[str]:
         body.append([
             name, f"{v['rounds']}{'' if v['whole'] else ', cut off'}", accuracy(v) or last_evaluations(v),
             accuracy(cpu), measured, number(cpu, "flatness/lambda_max"),
-            *(printed(name, "alpha=0.05", where) for where in PAPERS.values()),
+            *(printed(name, "alpha=0.05", table) for table in PAPERS.values()),
             printed(name, "alpha=0.05", {"paper": "fedgloss", "table": "8", "metric": "lambda_max"}),
             ms(v["seconds a round"]) if "seconds a round" in v else "",
         ])  # fmt: skip
@@ -185,7 +185,7 @@ def science(items: Found) -> list[str]:
 
 
 def ledger(name: str) -> dict[str, Any]:
-    """The row of the ledger with the settings of a run; nothing if there is none."""
+    """Returns the row of the ledger with the settings of a run; nothing if there is none."""
     return summary(read_run(*located(LEDGER / LEDGER_ROWS.get(name, name) / "seed_0")), ROUNDS, EVAL_LAST)
 
 
@@ -194,20 +194,20 @@ def accuracy(v: dict[str, Any]) -> str:
 
 
 def last_evaluations(v: dict[str, Any]) -> str:
-    """Accuracy of a run that was cut off, with its rounds."""
+    """Returns accuracy of a run that was cut off, with its rounds."""
     if "accuracy_of_last_evaluations" not in v:
         return ""
     rounds = v["rounds_of_last_evaluations"]
     return f"{v['accuracy_of_last_evaluations'] * 100:.2f} ({len(rounds)}, rounds {rounds[0]} to {rounds[-1]})"
 
 
-def printed(algorithm: str, heterogeneity: str, where: dict[str, str]) -> str:
-    """A number of a paper's table, or nothing."""
-    if where["paper"] == "fedgf":
+def printed(algorithm: str, heterogeneity: str, table: dict[str, str]) -> str:
+    """Returns a number of a paper's table, or nothing."""
+    if table["paper"] == "fedgf":
         heterogeneity = PER_CLASS.get(heterogeneity, heterogeneity)
     fixed = {"dataset": "CIFAR10", "model": "HsuCNN", "participation": "5/100", "epochs": "1"}
     try:
-        return find(**where, **fixed, algorithm=algorithm, heterogeneity=heterogeneity)[0].printed
+        return find(**table, **fixed, algorithm=algorithm, heterogeneity=heterogeneity)[0].printed
     except UserError:
         return ""
 

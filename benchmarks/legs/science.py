@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
 
 def items(task: Task) -> dict[str, Item]:
-    """The runs, in order of value."""
+    """Returns the runs, in order of value."""
     if task.device == "cpu":
         jobs = [
             Job(name, rounds, 10, [*f"{SMALL} {row} --trainer.max_rounds {rounds}".split(), *callbacks(20)])
@@ -78,12 +78,12 @@ def items(task: Task) -> dict[str, Item]:
 
 
 def settings(name: str) -> list[str]:
-    """All settings of one of the six runs but data and engine."""
+    """Returns all settings of one of the six runs but data and engine."""
     return [*COMMON.split(), *ROWS[name].split(), *callbacks(500)]
 
 
 def callbacks(every: int) -> list[str]:
-    """Checkpoints and flatness; the whole list, since one that is appended to joins that of a continued run."""
+    """Returns checkpoints and flatness; the whole list, since one that is appended to joins that of a continued run."""
     flatness = {"every_n_rounds": every, "metrics": ["LambdaMax", "Updates"]}
     both = [("Checkpoints", {"every_n_rounds": every}), ("FlatnessMonitor", flatness)]
     return ["--trainer.callbacks", json.dumps([{"class_path": name, "init_args": args} for name, args in both])]
@@ -103,13 +103,13 @@ def train(job: Job, task: Task) -> dict[str, Any]:
     ]  # fmt: skip
     if last := newest(folder):
         command += ["--ckpt_path", str(last)]
-    code, said = until(command, task.end)
+    code, errors = until(command, task.end)
     columns = max(map(read_run, folder.glob("version_*")), key=rounds_done, default={})
-    found = {**summary(columns, job.rounds, job.eval_last), **({"engine": engine[1]} if engine else {})}
+    outcome = {**summary(columns, job.rounds, job.eval_last), **({"engine": engine[1]} if engine else {})}
     if code:
-        lines = [line for line in said.splitlines() if line.strip()]
-        found |= {"error": lines[-1] if lines else f"exit code {code}", "whole": False}
-    return found
+        lines = [line for line in errors.splitlines() if line.strip()]
+        outcome |= {"error": lines[-1] if lines else f"exit code {code}", "whole": False}
+    return outcome
 
 
 def until(command: list[str], end: float) -> tuple[int, str]:
@@ -121,21 +121,21 @@ def until(command: list[str], end: float) -> tuple[int, str]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
     cut = False
     try:
-        _, said = process.communicate(timeout=max(0.0, end - time.monotonic()))
+        _, errors = process.communicate(timeout=max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         cut = True
         process.terminate()  # it saves its last whole round
         try:
-            _, said = process.communicate(timeout=SAVING)
+            _, errors = process.communicate(timeout=SAVING)
         except subprocess.TimeoutExpired:
             process.kill()
-            _, said = process.communicate()
-    print(said, file=sys.stderr)
-    return 0 if cut else process.returncode, said
+            _, errors = process.communicate()
+    print(errors, file=sys.stderr)
+    return 0 if cut else process.returncode, errors
 
 
 def summary(columns: Columns, rounds: int, eval_last: int) -> dict[str, Any]:
-    """What a run's metrics say: its accuracy if it is whole, otherwise that of the last evaluations, by another name.
+    """Returns what a run's metrics say: its accuracy, or that of the last evaluations by another name if it is cut off.
 
     Args:
         columns: The metrics by round.
@@ -143,38 +143,38 @@ def summary(columns: Columns, rounds: int, eval_last: int) -> dict[str, Any]:
         eval_last: How many of the last rounds are evaluated, and count.
     """
     reached, evaluations = rounds_done(columns), list(columns.get(ACCURACY, []))
-    last = [value for at, value in evaluations if at > rounds - eval_last]
-    found: dict[str, Any] = {"whole": reached >= rounds, "rounds": reached}
+    last = [value for t, value in evaluations if t > rounds - eval_last]
+    outcome: dict[str, Any] = {"whole": reached >= rounds, "rounds": reached}
     if len(last) == eval_last:
-        found |= {"accuracy": mean(last), "deviation": pstdev(last)}
+        outcome |= {"accuracy": mean(last), "deviation": pstdev(last)}
     elif evaluations:
-        few = evaluations[-5:]
-        found["accuracy_of_last_evaluations"] = mean(value for _, value in few)
-        found["rounds_of_last_evaluations"] = [at for at, _ in few]
+        latest = evaluations[-5:]
+        outcome["accuracy_of_last_evaluations"] = mean(value for _, value in latest)
+        outcome["rounds_of_last_evaluations"] = [t for t, _ in latest]
     if seconds := columns.get("time/round_s"):
-        found["seconds a round"] = mean(value for _, value in seconds)
+        outcome["seconds a round"] = mean(value for _, value in seconds)
     for name, values in columns.items():
         if name.startswith("flatness/"):
-            found |= {name: values[-1][1], "flatness_round": values[-1][0]}
-    return {**found, "curve": evaluations}
+            outcome |= {name: values[-1][1], "flatness_round": values[-1][0]}
+    return {**outcome, "curve": evaluations}
 
 
 def newest(folder: Path) -> Path | None:
-    """The last checkpoint of a run; a start that ended before its first one leaves an empty version."""
-    found = folder.glob("version_*/checkpoints/last.ckpt")
-    return max(found, key=lambda path: int(path.parts[-3].removeprefix("version_")), default=None)
+    """Returns the last checkpoint of a run; a start that ended before its first one leaves an empty version."""
+    checkpoints = folder.glob("version_*/checkpoints/last.ckpt")
+    return max(checkpoints, key=lambda path: int(path.parts[-3].removeprefix("version_")), default=None)
 
 
 def engine_for(out: Path, device: str) -> str:
-    """The engine with the fastest round of W1 on this machine, auto if none was timed; graphed only if it was right."""
+    """Returns the engine with the fastest round of W1 here, auto if none was timed; graphed only if it was right."""
     content = json.loads(out.read_text()) if out.exists() else {}
-    here = content.get(machine_name(machine(device)), {})
-    wrong = any(is_failure(value) for name, value in here.get("correctness", {}).items() if is_graphed(name))
-    asked = {"work": "W1", "method": "FedAvg", "form": "bf16", "seeds": 1, "cohort": 5}
+    results = content.get(machine_name(machine(device)), {})
+    wrong = any(is_failure(value) for name, value in results.get("correctness", {}).items() if is_graphed(name))
+    setting = {"work": "W1", "method": "FedAvg", "form": "bf16", "seeds": 1, "cohort": 5}
     seconds = {
         v["who"]: v["round_s"]
-        for v in here.get("speed", {}).values()
-        if v.get("who") in ENGINES and "round_s" in v and asked.items() <= v.items()
+        for v in results.get("speed", {}).values()
+        if v.get("who") in ENGINES and "round_s" in v and setting.items() <= v.items()
     }
     if wrong:
         seconds.pop("graphed", None)

@@ -51,7 +51,7 @@ HEAVY = replace(WORKS["W2"], name="W2, ResNet18GN", ours="ResNet18GN", net=resne
 
 
 def items(task: Task) -> dict[str, Item]:
-    """The measurements, in order of value; compiling takes longest, and is last."""
+    """Returns the measurements, in order of value; compiling takes longest, and is last."""
     chosen = List(task.device)
     return in_small(chosen) if task.device == "cpu" else in_full(chosen)
 
@@ -79,12 +79,12 @@ class List:
 
 def in_full(chosen: List) -> dict[str, Item]:
     w1, add = WORKS["W1"], chosen.add
-    for form, whos in (
+    for form, contestants in (
         ("float32", (PLAIN, JAX, "sequential", "batched", "graphed")),
         ("bf16", ("graphed", PLAIN, JAX, "batched", "sequential")),
         ("tf32", ("graphed", PLAIN, "batched")),
     ):
-        for who in whos:
+        for who in contestants:
             chosen.add_jax(w1, form) if who == JAX else add(w1, who, form)
     for who in ORDER:
         add(HEAVY, who, "bf16")
@@ -108,7 +108,7 @@ def in_full(chosen: List) -> dict[str, Item]:
 
 
 def in_small(chosen: List) -> dict[str, Item]:
-    """Something of every kind but compiled records, to try the program."""
+    """Returns something of every kind but compiled records, to try the program."""
     mlp, cnn = (replace(WORKS[name], cohort=3) for name in ("W3-MLP", "W3-CNN"))
     add = chosen.add
     for who in (PLAIN, "sequential", "batched", "graphed"):
@@ -158,7 +158,7 @@ class Times(Callback):
         self.longest = max(self.longest, new)
 
     def wall(self) -> dict[str, float]:
-        """The mean time of a round with all that a run does between two; without the last one, which is evaluated."""
+        """Returns the mean time of a round with all between two; without the last one, which is evaluated."""
         between = self.logged[self.warm - 1 : -1] if self.warm else []
         if len(between) < 2:
             return {}
@@ -167,7 +167,7 @@ class Times(Callback):
 
 
 def ours(work: Work, device: str, method: str, engine: str, form: str, seeds: int, free: bool) -> dict[str, Any]:
-    """This package; with several seeds as one program.
+    """Times this package; several seeds are one program.
 
     Rounds warm up, or a run of few steps where only one round counts and nothing is recorded.
     """
@@ -177,14 +177,14 @@ def ours(work: Work, device: str, method: str, engine: str, form: str, seeds: in
     started = time.perf_counter()
     if brief:
         train(replace(work, steps=BRIEF), warm=0, count=1)
-    every = train(work, warm=0 if brief else WARM, count=rounds)
+    timers = train(work, warm=0 if brief else WARM, count=rounds)
     total = time.perf_counter() - started
     # several runs share their rounds: each sees the time of all
-    seconds = median(max(same) for same in zip(*(times.rounds[-rounds:] for times in every), strict=True))
+    seconds = median(max(durations) for durations in zip(*(times.rounds[-rounds:] for times in timers), strict=True))
     who = f"{engine}, {FREE}" if free else engine
     return {
         "work": work.name, "method": method, "who": who, "form": form, "seeds": seeds, **rates(work, seconds, seeds),
-        "first_s": total - rounds * seconds, "program": every[0].longest, **every[0].wall(), **memory(device),
+        "first_s": total - rounds * seconds, "program": timers[0].longest, **timers[0].wall(), **memory(device),
     }  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def fit(
 
     With one process, ``deterministic`` only chooses cuDNN's kernels.
     """
-    every = [Times(warm, count) for _ in range(seeds)]
+    timers = [Times(warm, count) for _ in range(seeds)]
     with tempfile.TemporaryDirectory() as folder:
         trainers = [
             fl.FederatedTrainer(
@@ -213,14 +213,14 @@ def fit(
                 callbacks=[times, Checkpoints(every_n_rounds=10**5)], enable_progress_bar=False,
                 deterministic=deterministic, **ENGINES[engine], **FORMATS[form],
             )
-            for seed, times in enumerate(every)
+            for seed, times in enumerate(timers)
         ]  # fmt: skip
         models = [model_of(work, method) for _ in trainers]
         if seeds == 1:
             trainers[0].fit(models[0], Data(work))
         else:
             parallel_runs.fit(trainers, models, Data(work))
-    return every
+    return timers
 
 
 def forget(device: str) -> None:
@@ -244,19 +244,19 @@ class Mixed(nn.Module):
 
 
 def loop(work: Work, device: str, method: str, form: str) -> dict[str, Any]:
-    """A deep copy and a torch optimizer for each client; the data lie on the device."""
+    """Times a loop with a deep copy and a torch optimizer for each client; the data lie on the device."""
     forget(device)
     net, data = work.net().to(device), [(x.to(device), y.to(device)) for x, y in work.data()]
     if form == "bf16":
         net = Mixed(net, device)
 
-    def one(trainer: plain.FedAvg) -> None:
+    def one_round(trainer: plain.FedAvg) -> None:
         trainer.round(torch.randperm(work.clients)[: work.cohort].tolist(), data)
 
     with float32_products(form == "tf32"):
-        one(plain.METHODS[method](net, replace(work, steps=BRIEF)))
+        one_round(plain.METHODS[method](net, replace(work, steps=BRIEF)))
         trainer = plain.METHODS[method](net, work)
-        seconds = median(timed(partial(one, trainer), device) for _ in range(ROUNDS.get(work.name, 1)))
+        seconds = median(timed(partial(one_round, trainer), device) for _ in range(ROUNDS.get(work.name, 1)))
     about = {"work": work.name, "method": method, "who": PLAIN, "form": form, "seeds": 1}
     return {**about, **rates(work, seconds), **memory(device), **cost(trainer, work, data[0])}
 
@@ -274,7 +274,7 @@ class Operations(TorchDispatchMode):
 
 
 def cost(trainer: plain.FedAvg, work: Work, client: tuple[torch.Tensor, torch.Tensor]) -> dict[str, int]:
-    """FLOPs and operations of one local step."""
+    """Returns FLOPs and operations of one local step."""
     local = copy.deepcopy(trainer.net)
     batches = list(islice(work.batches(*client), 1))
     with FlopCounterMode(display=False) as flops:
@@ -285,27 +285,27 @@ def cost(trainer: plain.FedAvg, work: Work, client: tuple[torch.Tensor, torch.Te
 
 
 def jax_rounds(work: Work, device: str, who: str, form: str) -> dict[str, Any]:
-    """JAX on the same device."""
+    """Times JAX on the same device."""
     spec = {name: getattr(work, name) for name in ("clients", "cohort", "samples", "batch", "steps")}
-    found = peer(work, "JAX", JAX_SECONDS, **spec, device=device, form=form, vmap=who == JAX)
-    peak = {"peak_gb": found["device_gb"]} if "device_gb" in found else {}
+    cells = peer(work, "JAX", JAX_SECONDS, **spec, device=device, form=form, vmap=who == JAX)
+    peak = {"peak_gb": cells["device_gb"]} if "device_gb" in cells else {}
     return {
-        **found["about"],
+        **cells["about"],
         "who": who,
-        "rounds": found["units"],
-        "first_s": found["first_s"],
-        "jax": found["jax"],
+        "rounds": cells["units"],
+        "first_s": cells["first_s"],
+        "jax": cells["jax"],
         **peak,
     }
 
 
 def pfl(work: Work) -> dict[str, Any]:
-    """pfl, on the device that it chooses."""
+    """Times pfl, on the device that it chooses."""
     return peer(work, "pfl", 1.0, steps=work.steps)["about"]
 
 
 def peer(work: Work, who: str, seconds: float, form: str = "float32", **settings: Any) -> Row:
-    """A contestant in a process of its own; what is reported of every one is ``about``.
+    """Times a contestant in a process of its own; what is reported of every one is ``about``.
 
     Raises:
         RuntimeError: If it fails.
@@ -315,9 +315,9 @@ def peer(work: Work, who: str, seconds: float, form: str = "float32", **settings
     players = compete([Case(who, f"contest.{who.lower()}.run", spec, warm=3)], 1, seconds=seconds)
     if not players:
         raise RuntimeError(f"{who} fails; the log has its error")
-    found = row(players[0], players)
+    cells = row(players[0], players)
     about = {"work": work.name, "method": "FedAvg", "who": who, "form": form, "seeds": 1}
-    return {**found, "about": {**about, **rates(work, found["seconds"])}}
+    return {**cells, "about": {**about, **rates(work, cells["seconds"])}}
 
 
 def rates(work: Work, seconds: float, seeds: int = 1) -> dict[str, float]:
@@ -341,7 +341,7 @@ def timed(do: Callable[[], object], device: str) -> float:
 
 
 def floors(device: str) -> dict[str, Any]:
-    """Small operations a second, launched one by one and as a CUDA graph, and FLOP/s of a large matrix product."""
+    """Counts small operations a second, launched one by one and as a CUDA graph, and FLOP/s of a large product."""
     x, y = torch.randn(2, 64, device=device)
     count, size = 1000, 512 if device == "cpu" else 8192
 
@@ -350,17 +350,17 @@ def floors(device: str) -> dict[str, Any]:
             x.add_(y)
 
     timed(small, device)
-    found = {"launches_per_s": count / min(timed(small, device) for _ in range(5))}
+    rates = {"launches_per_s": count / min(timed(small, device) for _ in range(5))}
     if device == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             small()
         timed(graph.replay, device)
-        found["graphed_launches_per_s"] = count / min(timed(graph.replay, device) for _ in range(5))
+        rates["graphed_launches_per_s"] = count / min(timed(graph.replay, device) for _ in range(5))
     for label in FORMATS:
         a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if label == "bf16" else torch.float32)
         with float32_products(label == "tf32"):
             multiply = partial(torch.matmul, a, b)
             timed(multiply, device)
-            found[f"{label}_flops"] = 2 * size**3 / min(timed(multiply, device) for _ in range(5))
-    return found
+            rates[f"{label}_flops"] = 2 * size**3 / min(timed(multiply, device) for _ in range(5))
+    return rates

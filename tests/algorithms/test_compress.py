@@ -56,8 +56,8 @@ METHODS: list[dict[str, Any]] = [
     {"method": "qsgd", "levels": 4, "bucket": None, "error_feedback": True},
     {"method": "sign", "error_feedback": False},
 ]
-NAMES = ["-".join(map(str, each.values())) for each in METHODS]
-each_method = pytest.mark.parametrize("given", METHODS, ids=NAMES)
+NAMES = ["-".join(map(str, options.values())) for options in METHODS]
+each_method = pytest.mark.parametrize("options", METHODS, ids=NAMES)
 
 
 # The rule, transcribed
@@ -67,11 +67,11 @@ def stream(seed: int, purpose: str, t: int, client: int) -> torch.Generator:
     return generator(seed, purpose, t, 0, client, Draws.END)
 
 
-def transcribed(given: Mapping[str, Any], x: Vector, t: int, client: int) -> tuple[Vector, int]:
-    """C(x) and its bits, coordinate by coordinate, for 64 bits a number."""
-    d, method = len(x), given["method"]
+def transcribed(options: Mapping[str, Any], x: Vector, t: int, client: int) -> tuple[Vector, int]:
+    """Returns c(x) and its bits, coordinate by coordinate, for 64 bits a number."""
+    d, method = len(x), options["method"]
     if method in ("topk", "randk"):
-        k = max(1, round(given["rate"] * d))
+        k = max(1, round(options["rate"] * d))
         if method == "topk":
             places = sorted(range(d), key=lambda j: (-abs(x[j]), j))[:k]
         else:
@@ -79,49 +79,49 @@ def transcribed(given: Mapping[str, Any], x: Vector, t: int, client: int) -> tup
         y = np.zeros(d)
         y[places] = x[places]
         if method == "randk":
-            return (d / k * y if given.get("error_feedback") is False else y), 64 * k
+            return (d / k * y if options.get("error_feedback") is False else y), 64 * k
         return y, k * (64 + math.ceil(math.log2(d)))
     if method == "sign":
         return np.abs(x).sum() / d * np.where(x < 0, -1.0, 1.0), d + 64
-    s, size = given.get("levels", 15), given.get("bucket", 512) or d
+    s, size = options.get("levels", 15), options.get("bucket", 512) or d
     u = torch.rand(d, generator=stream(0, "qsgd", t, client), dtype=torch.float64).numpy()
     y = np.zeros(d)
     for j in range(d):
         length = np.sqrt((x[j // size * size :][:size] ** 2).sum())
         a = s * abs(x[j]) / length
         y[j] = length * np.sign(x[j]) * (math.floor(a) + (u[j] < a - math.floor(a))) / s
-    omega = min(size / s**2, math.sqrt(size) / s) if given.get("error_feedback") else 0
+    omega = min(size / s**2, math.sqrt(size) / s) if options.get("error_feedback") else 0
     return y / (1 + omega), math.ceil(d / size) * 64 + d * (1 + math.ceil(math.log2(s + 1)))
 
 
 @each_method
-def test_transcription(given: dict[str, Any], golden: Golden) -> None:
-    """Uploads, residuals, models and bits of each round, from the local models and the draws by key alone."""
-    found, record = golden.run(FedAvg(golden.net(), parts=[Compress(**given)], optimizer=SGD(0.1)))
+def test_transcription(options: dict[str, Any], golden: Golden) -> None:
+    """Uploads, residuals, models and bits of each round follow from the local models and the draws by key alone."""
+    run, record = golden.run(FedAvg(golden.net(), parts=[Compress(**options)], optimizer=SGD(0.1)))
     bits, residuals = 0, dict[int, Vector]()
-    remembers = given.get("error_feedback", given["method"] != "qsgd")
+    remembers = options.get("error_feedback", options["method"] != "qsgd")
     for t, clients in enumerate(record.local):
         w, total, samples = record.server[t].w.numpy(), np.zeros(D), 0
         for k, result in clients.items():
             x = result.w.numpy() - w + residuals.get(k, np.zeros(D))
-            y, length = transcribed(given, x, t, k)
+            y, length = transcribed(options, x, t, k)
             np.testing.assert_allclose(result.upload["w"].numpy(), w + y, rtol=0, atol=1e-12)
             if remembers:
                 residuals[k] = result.state["Compress.w"].numpy()
                 np.testing.assert_allclose(residuals[k], x - y, rtol=0, atol=1e-12)
             total, samples, bits = total + result.ctx.n_k * (w + y), samples + result.ctx.n_k, bits + length + 64 * D
         np.testing.assert_allclose(record.server[t + 1].w.numpy(), total / samples, rtol=0, atol=1e-12)
-    assert found.state.total_bits == bits and ("Compress.w" in found.clients.shapes) is remembers
+    assert run.state.total_bits == bits and ("Compress.w" in run.clients.shapes) is remembers
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(slow=7)
 @each_method
 @pytest.mark.parametrize("algorithm", [FedAvg, SCAFFOLD, FedAdamW, FedMuon])
-def test_engines_agree(algorithm: Any, given: dict[str, Any], golden: Golden) -> None:
-    if algorithm is SCAFFOLD and given["method"] == "sign":
+def test_engines_agree(algorithm: Any, options: dict[str, Any], golden: Golden) -> None:
+    if algorithm is SCAFFOLD and options["method"] == "sign":
         pytest.skip("changes of a variate are 0 but for rounding, which has other signs on other engines")
-    parts = [Compress(**given)]
+    parts = [Compress(**options)]
     first, *others = (golden.run(algorithm(golden.net(), parts=parts), engine=engine)[0] for engine in ENGINES)
     for other in others:
         same(first, other, 1e-10)
@@ -132,11 +132,11 @@ def test_engines_agree(algorithm: Any, given: dict[str, Any], golden: Golden) ->
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", ["topk", "randk"])
 def test_rate_1_is_the_algorithm(method: Any, engine: str, golden: Golden) -> None:
-    """To the bit, with the same bits on the wire and the same rows, also of algorithms that allow no compression."""
+    """It is to the bit, on the wire and in the rows, also for algorithms that allow no compression."""
     plain, _ = golden.run(FedDyn(golden.net()), np.float32, engine=engine)
-    found, _ = golden.run(FedDyn(golden.net(), parts=[Compress(method, rate=1)]), np.float32, engine=engine)
-    same(found, plain)
-    assert found.state.total_bits == plain.state.total_bits and found.clients.shapes == plain.clients.shapes
+    run, _ = golden.run(FedDyn(golden.net(), parts=[Compress(method, rate=1)]), np.float32, engine=engine)
+    same(run, plain)
+    assert run.state.total_bits == plain.state.total_bits and run.clients.shapes == plain.clients.shapes
 
 
 # What the methods promise
@@ -167,9 +167,9 @@ def test_randk() -> None:
     """The mean over all subsets is x if scaled; unscaled it is k/d of it, by hand for d = 2."""
     x, sets = (
         torch.arange(1.0, 6.0, dtype=torch.float64) ** 2,
-        [torch.tensor(each) for each in combinations(range(5), 2)],
+        [torch.tensor(pair) for pair in combinations(range(5), 2)],
     )
-    scaled, plain = (torch.stack([c(RandK(0.4, scaled), x, each) for each in sets]).mean(0) for scaled in (True, False))
+    scaled, plain = (torch.stack([c(RandK(0.4, scaled), x, pair) for pair in sets]).mean(0) for scaled in (True, False))
     torch.testing.assert_close(scaled, x, rtol=1e-14, atol=0)
     torch.testing.assert_close(plain, 0.4 * x, rtol=1e-14, atol=0)
     assert c(RandK(0.5, True), torch.tensor([3.0, 4.0]), torch.tensor([1])).tolist() == [0, 8]
@@ -179,20 +179,20 @@ def test_randk() -> None:
 
 def test_qsgd() -> None:
     n, x = 200, GAUSS[:50]
-    one = QSGD(4, None, 1.0)
+    qsgd = QSGD(4, None, 1.0)
     a = 4 * x.abs() / x.norm()
-    levels = torch.stack([one.encode(x, torch.full_like(x, (i + 0.5) / n))[1] for i in range(n)]) - 4
+    levels = torch.stack([qsgd.encode(x, torch.full_like(x, (i + 0.5) / n))[1] for i in range(n)]) - 4
     assert torch.equal(levels, levels.round()) and levels.abs().max() <= 4
     assert ((levels.abs().mean(0) - a).abs() <= 1 / (2 * n) + 1e-12).all()
     u = torch.rand(1000, 50, dtype=torch.float64)
-    error = (torch.stack([c(one, x, each) for each in u]) - x).square().sum(-1).mean()
+    error = (torch.stack([c(qsgd, x, drawn) for drawn in u]) - x).square().sum(-1).mean()
     assert error <= 1.05 * min(50 / 16, math.sqrt(50) / 4) * x.square().sum()
-    assert torch.equal(c(one, torch.zeros(7), torch.zeros(7)), torch.zeros(7))
+    assert torch.equal(c(qsgd, torch.zeros(7), torch.zeros(7)), torch.zeros(7))
     unit = 2 * torch.eye(5, dtype=torch.float64)[3]
-    for each in (0.0, 0.5, 1 - 1e-12):
-        assert torch.equal(c(QSGD(15, 3, 1.0), unit, torch.full_like(unit, each)), unit)
-    assert torch.equal(one.encode(x, torch.zeros_like(x))[1] - 4, x.sign() * a.ceil())
-    assert torch.equal(one.encode(x, torch.full_like(x, 1 - 1e-15))[1] - 4, x.sign() * a.floor())
+    for drawn in (0.0, 0.5, 1 - 1e-12):
+        assert torch.equal(c(QSGD(15, 3, 1.0), unit, torch.full_like(unit, drawn)), unit)
+    assert torch.equal(qsgd.encode(x, torch.zeros_like(x))[1] - 4, x.sign() * a.ceil())
+    assert torch.equal(qsgd.encode(x, torch.full_like(x, 1 - 1e-15))[1] - 4, x.sign() * a.floor())
     for number in range(200):  # the norm of one number is rounded
         tiny = torch.rand(1, generator=torch.Generator().manual_seed(number)) * 1e-20
         assert int(QSGD(15, 1, 1.0).encode(tiny, torch.zeros(1))[1]) <= 30
@@ -211,7 +211,7 @@ def test_sign() -> None:
     "method", [TopK(0.1), RandK(0.1, True), QSGD(15, 512, 2.0), QSGD(1, None, 1.0), QSGD(300, 7, 1.0), Sign()]
 )
 def test_codes(method: Compressor, dtype: torch.dtype) -> None:
-    """Bytes as many as the bits that are counted, of which the other side makes the same vector to the bit."""
+    """Bytes are as many as the bits that are counted, and the other side makes the same vector of them, to the bit."""
     for d in (1, 2, 3, 64, 65, 1000):
         x, number = torch.randn(d, generator=torch.Generator().manual_seed(d)).to(dtype) * 1e-3, 8 * dtype.itemsize
         if isinstance(method, QSGD):
@@ -228,58 +228,58 @@ def test_codes(method: Compressor, dtype: torch.dtype) -> None:
 # In a federation
 
 
-@pytest.mark.parametrize("given", METHODS[:4], ids=NAMES[:4])
-def test_nothing_is_lost(given: dict[str, Any], golden: Golden) -> None:
+@pytest.mark.parametrize("options", METHODS[:4], ids=NAMES[:4])
+def test_nothing_is_lost(options: dict[str, Any], golden: Golden) -> None:
     """With everybody there, the model plus the mean residual moves as the mean of what the clients did."""
-    model = FedAvg(golden.net(), weighting="uniform", parts=[Compress(**{**given, "error_feedback": True})])
+    model = FedAvg(golden.net(), weighting="uniform", parts=[Compress(**{**options, "error_feedback": True})])
     _, record = golden.run(model, sampler=ReplaySampler([[0, 1, 2, 3]] * 6))
     virtual = record.server[0].w
     for t, clients in enumerate(record.local):
         virtual = virtual + torch.stack([r.w - record.server[t].w for r in clients.values()]).mean(0)
-        left = torch.stack([r.state["Compress.w"] for r in clients.values()]).mean(0)
-        torch.testing.assert_close(record.server[t + 1].w + left, virtual, rtol=0, atol=1e-13)
-        assert left.norm() > 1e-3
+        residual = torch.stack([r.state["Compress.w"] for r in clients.values()]).mean(0)
+        torch.testing.assert_close(record.server[t + 1].w + residual, virtual, rtol=0, atol=1e-13)
+        assert residual.norm() > 1e-3
 
 
 @pytest.mark.sampled(quick=5)
-@pytest.mark.parametrize("given", METHODS[:4], ids=NAMES[:4])
+@pytest.mark.parametrize("options", METHODS[:4], ids=NAMES[:4])
 @pytest.mark.parametrize("algorithm", [SCAFFOLD, FedLESAMS, FedWMSAM])
-def test_variates_stay_the_mean(algorithm: Any, given: dict[str, Any], golden: Golden) -> None:
+def test_variates_stay_the_mean(algorithm: Any, options: dict[str, Any], golden: Golden) -> None:
     """A client adds what arrives of its change, so that the server's variate is that of all clients."""
-    found, _ = golden.run(algorithm(golden.net(), parts=[Compress(**given)]))
-    rows = [found.clients.rows().get(k, State({"c": torch.zeros(D)})).c for k in range(4)]
-    torch.testing.assert_close(found.server.c, torch.stack(rows).mean(0), rtol=0, atol=1e-12)
-    assert found.server.c.norm() > 1e-3 and "Compress.delta_c" not in found.clients.shapes
+    run, _ = golden.run(algorithm(golden.net(), parts=[Compress(**options)]))
+    rows = [run.clients.rows().get(k, State({"c": torch.zeros(D)})).c for k in range(4)]
+    torch.testing.assert_close(run.server.c, torch.stack(rows).mean(0), rtol=0, atol=1e-12)
+    assert run.server.c.norm() > 1e-3 and "Compress.delta_c" not in run.clients.shapes
 
 
 @pytest.mark.sampled(quick=3, slow=2)
-@pytest.mark.parametrize("given", METHODS[:4], ids=NAMES[:4])
+@pytest.mark.parametrize("options", METHODS[:4], ids=NAMES[:4])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_personal_weights_are_left_out(given: dict[str, Any], engine: Any, golden: Golden) -> None:
+def test_personal_weights_are_left_out(options: dict[str, Any], engine: Any, golden: Golden) -> None:
     """Lengths, places, norms and residuals are those of the weights that travel."""
     shared = D - 68
-    parts = [Personal(["fc2.*"]), Compress(**given)]
-    found, record = golden.run(SCAFFOLD(golden.net(), parts=parts), engine=engine, max_rounds=3)
-    lengths, residuals, bits = found.clients.shapes, dict[int, Vector](), 0
+    parts = [Personal(["fc2.*"]), Compress(**options)]
+    run, record = golden.run(SCAFFOLD(golden.net(), parts=parts), engine=engine, max_rounds=3)
+    lengths, residuals, bits = run.clients.shapes, dict[int, Vector](), 0
     assert lengths["own"] == (68,) and lengths.get("Compress.w", (shared,)) == (shared,)
     for t, clients in enumerate(record.local):
         w = record.server[t].w[:shared]
         for k, result in clients.items():
             x = (result.w[:shared] - w).numpy() + residuals.get(k, np.zeros(shared))
-            y, length = transcribed(given, x, t, k)
+            y, length = transcribed(options, x, t, k)
             np.testing.assert_allclose(result.upload["w"].numpy(), w.numpy() + y, rtol=0, atol=1e-12)
             if "Compress.w" in result.state:
                 residuals[k] = result.state["Compress.w"].numpy()
             bits += 2 * (length + 64 * shared)
-    assert found.state.total_bits == bits
-    rows = [row.c for row in found.clients.rows().values()]
-    torch.testing.assert_close(found.server.c, torch.stack(rows).sum(0) / 4, rtol=0, atol=1e-12)
+    assert run.state.total_bits == bits
+    rows = [row.c for row in run.clients.rows().values()]
+    torch.testing.assert_close(run.server.c, torch.stack(rows).sum(0) / 4, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("given", METHODS[:4], ids=NAMES[:4])
-def test_nothing_shared_has_no_code(given: dict[str, Any], golden: Golden) -> None:
-    found, _ = golden.run(FedAvg(golden.net(), parts=[Personal(["*"]), Compress(**given)]), max_rounds=1)
-    assert found.state.total_bits == 0 and [*found.clients.shapes] == ["own"]
+@pytest.mark.parametrize("options", METHODS[:4], ids=NAMES[:4])
+def test_nothing_shared_has_no_code(options: dict[str, Any], golden: Golden) -> None:
+    run, _ = golden.run(FedAvg(golden.net(), parts=[Personal(["*"]), Compress(**options)]), max_rounds=1)
+    assert run.state.total_bits == 0 and [*run.clients.shapes] == ["own"]
 
 
 def test_nothing_travels_of_training_before_the_round(golden: Golden) -> None:
@@ -297,12 +297,12 @@ def test_nothing_kept_is_compression_alone(golden: Golden) -> None:
 def test_a_lost_upload_keeps_its_residual(golden: Golden) -> None:
     """The run is that of the clients that answer, to the bit; a lost upload counts its download alone."""
     faults, parts = Faults(drop_after=0.3), [Compress(rate=0.1)]
-    found, record = golden.run(FedAvg(golden.net(), parts=parts), faults=faults)
+    run, record = golden.run(FedAvg(golden.net(), parts=parts), faults=faults)
     answered = [[*clients] for clients in record.local]
-    other, _ = golden.run(FedAvg(golden.net(), parts=parts), sampler=ReplaySampler(answered))
-    same(found, other)
+    reference, _ = golden.run(FedAvg(golden.net(), parts=parts), sampler=ReplaySampler(answered))
+    same(run, reference)
     lost = sum(map(len, golden.schedule)) - sum(map(len, answered))
-    assert lost and found.state.total_bits == other.state.total_bits + lost * 64 * D
+    assert lost and run.state.total_bits == reference.state.total_bits + lost * 64 * D
     for t, clients in enumerate(record.client[1:]):
         for k in clients.keys() - {*answered[t + 1]}:
             assert torch.equal(clients[k]["Compress.w"], record.client[t][k]["Compress.w"])
@@ -310,32 +310,32 @@ def test_a_lost_upload_keeps_its_residual(golden: Golden) -> None:
 
 def test_a_corrupted_upload(golden: Golden) -> None:
     """What arrives is corrupted, the client keeps its residual; NaN is refused, and its residual is as it was."""
-    bad = Faults(corrupt=Corrupt(share=1.0, kind="scale", factor=3.0))
+    scaling = Faults(corrupt=Corrupt(share=1.0, kind="scale", factor=3.0))
     part = Compress(rate=0.1)
-    _, record = golden.run(FedAvg(golden.net(), parts=[part], weighting="uniform"), faults=bad, max_rounds=1)
+    _, record = golden.run(FedAvg(golden.net(), parts=[part], weighting="uniform"), faults=scaling, max_rounds=1)
     _, plain = golden.run(FedAvg(golden.net(), parts=[part], weighting="uniform"), max_rounds=1)
     (w0, w1), u1 = (r.w for r in record.server), plain.server[1].w
     torch.testing.assert_close(w1 - w0, 3 * (u1 - w0), rtol=0, atol=1e-14)
     for k, row in plain.client[0].items():
         assert torch.equal(record.client[0][k]["Compress.w"], row["Compress.w"])
     nan = Faults(corrupt=Corrupt(share=0.25, kind="nan"))
-    found, _ = golden.run(FedAvg(golden.net(), parts=[part]), faults=nan, sampler=ReplaySampler([[0, 1, 2, 3]] * 6))
-    assert len(found.clients.rows()) == 3
+    run, _ = golden.run(FedAvg(golden.net(), parts=[part]), faults=nan, sampler=ReplaySampler([[0, 1, 2, 3]] * 6))
+    assert len(run.clients.rows()) == 3
 
 
-@pytest.mark.parametrize("given", METHODS[:4], ids=NAMES[:4])
-def test_privacy_clips_what_arrives(given: dict[str, Any], golden: Golden) -> None:
-    """Residual, compression, decoding, then the clip, the sum, and the noise; what the clip cuts is not kept."""
+@pytest.mark.parametrize("options", METHODS[:4], ids=NAMES[:4])
+def test_privacy_clips_what_arrives(options: dict[str, Any], golden: Golden) -> None:
+    """Residual, compression and decoding precede the clip, the sum and the noise; what the clip cuts is not kept."""
     private = GaussianPrivacy(clip=0.05, noise_multiplier=0, delta=0.1)
-    model = FedAvg(golden.net(), weighting="uniform", parts=[Compress(**given)])
+    model = FedAvg(golden.net(), weighting="uniform", parts=[Compress(**options)])
     _, record = golden.run(model, privacy=private, sampler=UniformSampler(2))
     for t, clients in enumerate(record.local):
         w = record.server[t].w
         changes = [r.upload["w"] - w for r in clients.values()]
-        cut = [change * min(1.0, 0.05 / float(change.norm())) for change in changes]
-        torch.testing.assert_close(record.server[t + 1].w, w + torch.stack(cut).sum(0) / 2, rtol=0, atol=1e-12)
+        clipped = [change * min(1.0, 0.05 / float(change.norm())) for change in changes]
+        torch.testing.assert_close(record.server[t + 1].w, w + torch.stack(clipped).sum(0) / 2, rtol=0, atol=1e-12)
         assert min(change.norm() for change in changes) > 0.05
-    for r in record.local[0].values() if given["method"] != "qsgd" else ():
+    for r in record.local[0].values() if options["method"] != "qsgd" else ():
         torch.testing.assert_close(r.state["Compress.w"], r.w - r.upload["w"], rtol=0, atol=1e-13)
 
 
@@ -349,8 +349,8 @@ def test_other_draws_stay(golden: Golden) -> None:
     _, plain = golden.run(Drawing(golden.net()), max_rounds=1)
     _, record = golden.run(Drawing(golden.net(), parts=[Compress("randk", rate=0.5)]), max_rounds=1)
     for k, result in record.local[0].items():
-        whole = result.upload["w"] + result.state["Compress.w"]
-        torch.testing.assert_close(whole, plain.local[0][k].upload["w"], rtol=0, atol=1e-13)
+        total = result.upload["w"] + result.state["Compress.w"]
+        torch.testing.assert_close(total, plain.local[0][k].upload["w"], rtol=0, atol=1e-13)
 
 
 REMEDY = "leave it out, or choose another algorithm"
@@ -404,14 +404,14 @@ def test_kill_9(tmp_path: Path) -> None:
     broken = killed("fit", "--model=SCAFFOLD", *DIGITS, *args, root=tmp_path / "broken")
     assert 0 < last(broken)["round"] < 60
     assert run("fit", *args, "--ckpt_path=last", root=tmp_path / "broken", model="SCAFFOLD") == broken
-    whole = run("fit", *args, root=tmp_path / "whole", model="SCAFFOLD")
-    assert_same(state(broken), state(whole))
-    assert metrics(broken) == metrics(whole) and "client.Compress.w" in state(whole)
+    uninterrupted = run("fit", *args, root=tmp_path / "whole", model="SCAFFOLD")
+    assert_same(state(broken), state(uninterrupted))
+    assert metrics(broken) == metrics(uninterrupted) and "client.Compress.w" in state(uninterrupted)
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """Residuals are rows like others: the same bits as one process."""
+    """Residuals are rows like others: the bits are those of one process."""
     one = run("fit", *PARTS, "--trainer.max_rounds=4", root=tmp_path / "one", model="SCAFFOLD")
     two = launch(2, "fit", "--model=SCAFFOLD", *DIGITS, *PARTS, "--trainer.max_rounds=4", cwd=tmp_path)
     assert_same(state(two), state(one))

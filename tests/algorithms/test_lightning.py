@@ -94,14 +94,14 @@ def test_lightning_continues_from_its_checkpoint(tmp_path: Path) -> None:
     """Momentum and S~AM's last gradient are in the optimizer's state."""
     data, options = Lines(), {"optimizer": SGD(momentum=0.9)}
     for algorithm in (FedAvg, STildeAM):
-        whole, half = algorithm(net=linear(), **options), algorithm(net=linear(), **options)
-        trainer(tmp_path, 4).fit(whole, data)
+        uninterrupted, half = algorithm(net=linear(), **options), algorithm(net=linear(), **options)
+        trainer(tmp_path, 4).fit(uninterrupted, data)
         first = trainer(tmp_path, 2)
         first.fit(half, data)
         first.save_checkpoint(tmp_path / "half.ckpt")
-        rest = algorithm(net=nn.Linear(2, 2), **options)
-        trainer(tmp_path, 4).fit(rest, data, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
-        assert torch.equal(whole.net.weight, rest.net.weight)
+        resumed = algorithm(net=nn.Linear(2, 2), **options)
+        trainer(tmp_path, 4).fit(resumed, data, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+        assert torch.equal(uninterrupted.net.weight, resumed.net.weight)
 
 
 class Tuned(FedDyn):
@@ -125,7 +125,7 @@ def test_hyperparameters_are_those_of_the_outermost_constructor() -> None:
 
 
 def test_any_checkpoint_with_the_two_keys_loads(tmp_path: Path) -> None:
-    """What fl_lightning's checkpoints need to be read by Lightning: its version, hparams and a state_dict."""
+    """Lightning reads a checkpoint of fl_lightning by its version, hparams and a state_dict."""
     saved = Tuned(linear(), gain=2.0, beta=5.0)
     content = {
         "pytorch-lightning_version": L.__version__,
@@ -143,7 +143,7 @@ def test_any_checkpoint_with_the_two_keys_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ascent", [None, ASAM(0.5)])
 def test_train_loss_is_at_the_weights(tmp_path: Path, ascent: Any) -> None:
-    """The mean over the epoch of the losses before each step; SAM's second pass does not count."""
+    """It is the mean over the epoch of the losses before each step; SAM's second pass does not count."""
     objective, seen = FedAvg(net=linear(), optimizer=SGD(0.5), ascent=ascent), []
 
     class Watch(L.Callback):
@@ -157,7 +157,7 @@ def test_train_loss_is_at_the_weights(tmp_path: Path, ascent: Any) -> None:
 
 
 def test_metric_of_an_epoch_is_no_mean_over_batches(tmp_path: Path) -> None:
-    """The data module's metric object, updated by batch and computed once."""
+    """The data module's metric object is updated by batch and computed once."""
 
     class Largest(Metric):
         def __init__(self) -> None:
@@ -205,8 +205,8 @@ def test_segmentation_logs_its_iou(tmp_path: Path) -> None:
     (scores,) = trainer(tmp_path).test(objective, WithMetric(), verbose=False)
     assert scores["test/miou"] == pytest.approx(float(iou.compute()))
     (scores,) = trainer(tmp_path).test(objective, Scenes(), verbose=False)
-    found = objective.net(x).argmax(1)
-    assert scores["test/acc"] == pytest.approx(float((found == y)[:, 4:].float().mean()))
+    predictions = objective.net(x).argmax(1)
+    assert scores["test/acc"] == pytest.approx(float((predictions == y)[:, 4:].float().mean()))
 
 
 def test_the_callers_loss_does_not_change() -> None:
@@ -215,8 +215,8 @@ def test_the_callers_loss_does_not_change() -> None:
         objective = FedAvg(net=linear(), loss=loss).double()
         assert loss.reduction == before["reduction"] == "mean" and objective.loss.reduction == "none"
         assert getattr(loss, "pos_weight", None) is None or loss.pos_weight.dtype == torch.float32
-    own = nn.CrossEntropyLoss(reduction="none")
-    assert FedAvg(net=linear(), loss=own).loss is own
+    unreduced = nn.CrossEntropyLoss(reduction="none")
+    assert FedAvg(net=linear(), loss=unreduced).loss is unreduced
 
 
 def test_engines_log_nothing_after_lightning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -287,7 +287,7 @@ if fit.is_global_zero:
 @pytest.mark.long
 def test_two_ddp_processes_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SAM's two passes on 2 x 16 samples are those on 32: the same weights, losses and metrics."""
-    root, found = Path(__file__).parents[2], []
+    root, results = Path(__file__).parents[2], []
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     (tmp_path / "run.py").write_text(DDP)
     for devices in (1, 2):
@@ -298,7 +298,7 @@ def test_two_ddp_processes_train_the_same_model(tmp_path: Path, monkeypatch: pyt
             runpy.run_path(command[1], run_name="__main__")
         else:
             subprocess.run(command, check=True, timeout=300, cwd=root, env=env)
-        found.append(json.loads((tmp_path / str(devices) / "result.json").read_text()))
-    assert found[0].keys() == found[1].keys() >= {"train/loss", "val/loss", "val/acc"}
-    for name, value in found[0].items():
-        torch.testing.assert_close(torch.tensor(found[1][name]), torch.tensor(value), rtol=1e-5, atol=1e-6, msg=name)
+        results.append(json.loads((tmp_path / str(devices) / "result.json").read_text()))
+    assert results[0].keys() == results[1].keys() >= {"train/loss", "val/loss", "val/acc"}
+    for name, value in results[0].items():
+        torch.testing.assert_close(torch.tensor(results[1][name]), torch.tensor(value), rtol=1e-5, atol=1e-6, msg=name)

@@ -33,7 +33,7 @@ from tests.problem import Golden
 
 
 def term(net: nn.Module, x: Tensor, **options: Any) -> Tensor:
-    """The sum of the layers' mean squares, by sample."""
+    """Returns the sum of the layers' mean squares, by sample."""
     with MAN(2.0, **options).further(net) as values:
         net(x)
     return values(len(x))
@@ -65,11 +65,11 @@ class Net(nn.Module):
 def test_every_activation_counts_as_often_as_it_is_called() -> None:
     torch.manual_seed(0)
     net, x = Net().double(), torch.randn(5, 3, 8, 8, dtype=torch.float64)
-    found = term(net, x)
+    values = term(net, x)
     assert len(net.by_hand) == 5
-    close(found, sum(net.by_hand))
+    close(values, sum(net.by_hand))
     twice = term(net, torch.cat([x, x]))
-    close(twice.mean(), found.mean())
+    close(twice.mean(), values.mean())
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_checkpointed_layers_count_once() -> None:
             return self.net[4](checkpoint(self.net[:4], x, use_reentrant=False))
 
     x, gradients = torch.randn(6, 3, dtype=torch.float64), []
-    for each in (net, Checkpointed()):
-        values = term(each, x)
+    for module in (net, Checkpointed()):
+        values = term(module, x)
         gradients.append(torch.autograd.grad(values.mean(), list(net[:4].parameters())))
     for plain, again in zip(*gradients, strict=True):
         close(plain, again)
@@ -152,12 +152,12 @@ def test_neutral_and_at_work(golden: Golden) -> None:
 
 
 def test_values_of_the_spec(golden: Golden) -> None:
-    """Mean squares and lambda_max as published for the problem; evaluation is of the loss alone."""
+    """Mean squares are as published for the problem; evaluation is of the loss alone."""
     net = golden.net().double()
     conv = 0.1816841194, 0.1812597481, 0.1718551208, 0.1827844824
     fc1 = 0.1343944718, 0.1098427747, 0.1007134019, 0.1326453826
-    found = [term(net, torch.from_numpy(x).double()).mean().item() for x, _ in golden.arrays]
-    assert found == pytest.approx([a + b for a, b in zip(conv, fc1, strict=True)], abs=1e-9)
+    means = [term(net, torch.from_numpy(x).double()).mean().item() for x, _ in golden.arrays]
+    assert means == pytest.approx([a + b for a, b in zip(conv, fc1, strict=True)], abs=1e-9)
     run, _ = golden.run(FedAvg(golden.net(), optimizer=SGD(0.1, weight_decay=1e-3), parts=[MAN(1.0)]), max_rounds=1)
     x, y = (torch.from_numpy(a) for a in golden.test)
     run.objective.flat.load(run.objective.net, run.server.w)
@@ -167,18 +167,18 @@ def test_values_of_the_spec(golden: Golden) -> None:
 
 @pytest.mark.slow
 def test_flatness_of_the_spec(golden: Golden) -> None:
-    found = []
+    eigenvalues = []
     for zeta in (0.0, 0.15, 1.0):
         monitor = FlatnessMonitor(every_n_rounds=6, metrics=[LambdaMax()])
         objective = FedAvg(golden.net(), optimizer=SGD(0.1, weight_decay=1e-3), parts=[MAN(zeta)])
-        found.append(golden.run(objective, callbacks=[monitor])[0].metrics["flatness/lambda_max"])
-    assert found == pytest.approx([7.5718, 5.4299, 1.8679], rel=2e-2)
+        eigenvalues.append(golden.run(objective, callbacks=[monitor])[0].metrics["flatness/lambda_max"])
+    assert eigenvalues == pytest.approx([7.5718, 5.4299, 1.8679], rel=2e-2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", [FedAvg, FedGMT, FedSOL])
 def test_engines_agree_where_minibatches_are_padded(tmp_path: Path, method: type[LocalObjective]) -> None:
-    """With teachers, which do not count, and with other losses than the objective's, too."""
+    """They do with teachers, which do not count, and with other losses than the objective's, too."""
     runs = []
     for engine in ("sequential", "batched", "graphed"):
         torch.manual_seed(0)

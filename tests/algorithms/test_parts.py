@@ -147,7 +147,7 @@ def kept() -> SGD:
 
 
 def same(a: Run, b: Run, places: float = 0.0) -> None:
-    """Server and clients' rows."""
+    """Compares the server and the clients' rows."""
     for ours, theirs in ((a.server, b.server), *((row, b.clients.rows()[k]) for k, row in a.clients.rows().items())):
         for name in theirs:
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=places)
@@ -170,16 +170,16 @@ def test_engines_agree(part: Part, algorithm: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("parts", [[TopK(1.0)], [Personal([])], [Personal([]), TopK(1.0)]])
 def test_parts_without_effect_are_fedavg(parts: list[Part], engine: str, tmp_path: Path) -> None:
-    """To the bit, on the wire as well."""
+    """They are to the bit, on the wire as well."""
     plain, _ = fit(tmp_path / "plain", made(FedDyn), engine, precision="32-true")
-    found, _ = fit(tmp_path / "parts", made(FedDyn, parts=parts), engine, precision="32-true")
-    same(found, plain)
-    assert found.state.total_bits == plain.state.total_bits
+    run, _ = fit(tmp_path / "parts", made(FedDyn, parts=parts), engine, precision="32-true")
+    same(run, plain)
+    assert run.state.total_bits == plain.state.total_bits
 
 
 def test_compression(tmp_path: Path) -> None:
     """What arrives changes k entries of the model; what does not is kept, until it is sent."""
-    found, record = fit(tmp_path, made(parts=[TopK(0.05)]))
+    run, record = fit(tmp_path, made(parts=[TopK(0.05)]))
     k = round(0.05 * D)
     for t, clients in enumerate(record.local):
         for client, result in clients.items():
@@ -187,21 +187,21 @@ def test_compression(tmp_path: Path) -> None:
             assert int((sent != received).sum()) == k
             error = record.client[t - 1][client].error if t and client in record.client[t - 1] else 0
             torch.testing.assert_close(sent + result.state.error, result.w + error, rtol=0, atol=1e-15)
-    assert found.state.total_bits == 3 * 3 * (64 * D + k * (64 + 10))
-    assert found.metrics["comm/total_bits"] == found.state.total_bits
-    units = found.state.total_bits / (3 * 64 * D)
-    assert found.metrics["comm/transmissions"] == pytest.approx(units, abs=1e-12)
+    assert run.state.total_bits == 3 * 3 * (64 * D + k * (64 + 10))
+    assert run.metrics["comm/total_bits"] == run.state.total_bits
+    units = run.state.total_bits / (3 * 64 * D)
+    assert run.metrics["comm/transmissions"] == pytest.approx(units, abs=1e-12)
 
 
 def test_personal_parameters(tmp_path: Path) -> None:
     """Rows hold the head alone, the server keeps the initial one, and each client is evaluated with its own."""
     monitor = FlatnessMonitor(3, [ClientEvaluation()])
     sampler = ReplaySampler([[0, 1, 2], [3, 4, 1], [2, 3, 4]])
-    found, record = fit(tmp_path, made(parts=[Personal(["3.*"])]), callbacks=[monitor], max_rounds=3, sampler=sampler)
+    run, record = fit(tmp_path, made(parts=[Personal(["3.*"])]), callbacks=[monitor], max_rounds=3, sampler=sampler)
     head = slice(D - 90, D)
     start = record.server[0].w
-    assert found.clients.shapes == {"own": (90,)}
-    assert torch.equal(found.server.w[head], start[head]) and not torch.equal(found.server.w[:-90], start[:-90])
+    assert run.clients.shapes == {"own": (90,)}
+    assert torch.equal(run.server.w[head], start[head]) and not torch.equal(run.server.w[:-90], start[:-90])
     heads: dict[int, Tensor] = {}
     for t, clients in enumerate(record.local):
         for client, result in clients.items():
@@ -211,29 +211,29 @@ def test_personal_parameters(tmp_path: Path) -> None:
         sizes = torch.tensor([r.ctx.n_k for r in clients.values()], dtype=torch.float64)
         mean = sizes / sizes.sum() @ torch.stack([r.w for r in clients.values()])
         torch.testing.assert_close(record.server[t + 1].w[:-90], mean[:-90], rtol=0, atol=1e-12)
-    assert found.state.total_bits == 3 * 3 * 2 * 64 * (D - 90)
-    table = read_clients(found.folder.path)
+    assert run.state.total_bits == 3 * 3 * 2 * 64 * (D - 90)
+    table = read_clients(run.folder.path)
     assert table is not None
-    data = found.data
-    x, labels = (torch.cat(each) for each in zip(*data.eval_batches("test", torch.float64), strict=True))
+    data = run.data
+    x, labels = (torch.cat(part) for part in zip(*data.eval_batches("test", torch.float64), strict=True))
     losses = []
     for client in range(6):
-        own = torch.cat([found.server.w[:-90], heads.get(client, start[head])])
-        z = found.evaluator.logits(own, x)
-        share = data.class_counts(client).double()
-        weight = (share / share.sum() / torch.bincount(labels, minlength=10))[labels]
+        model = torch.cat([run.server.w[:-90], heads.get(client, start[head])])
+        z = run.evaluator.logits(model, x)
+        counts = data.class_counts(client).double()
+        weight = (counts / counts.sum() / torch.bincount(labels, minlength=10))[labels]
         losses.append(float((torch.nn.functional.cross_entropy(z, labels, reduction="none") * weight).sum()))
     torch.testing.assert_close(torch.as_tensor(table.columns["loss"]), torch.tensor(losses[:5], dtype=torch.float64))
-    assert found.metrics["server/clients/loss"] == pytest.approx(sum(losses[:5]) / 5)
-    assert found.metrics["server/unseen_clients/loss"] == pytest.approx(losses[5])
-    assert not any(name.startswith("server/test") for name in found.metrics)
-    summary = json.loads((found.folder.path / "summary.json").read_text())
-    assert summary["metric"] == "server/clients/acc" and summary["final"] == found.metrics["server/clients/acc"]
+    assert run.metrics["server/clients/loss"] == pytest.approx(sum(losses[:5]) / 5)
+    assert run.metrics["server/unseen_clients/loss"] == pytest.approx(losses[5])
+    assert not any(name.startswith("server/test") for name in run.metrics)
+    summary = json.loads((run.folder.path / "summary.json").read_text())
+    assert summary["metric"] == "server/clients/acc" and summary["final"] == run.metrics["server/clients/acc"]
 
 
 def test_smaller_broadcast(tmp_path: Path) -> None:
-    found, record = fit(tmp_path, made(parts=[Rounded()]))
-    assert found.state.total_bits == 3 * 3 * (16 + 64) * D
+    run, record = fit(tmp_path, made(parts=[Rounded()]))
+    assert run.state.total_bits == 3 * 3 * (16 + 64) * D
     for server, clients in zip(record.server[:-1], record.local, strict=True):
         for result in clients.values():
             assert torch.equal(result.received.w, server.w.bfloat16().double())
@@ -241,16 +241,16 @@ def test_smaller_broadcast(tmp_path: Path) -> None:
 
 
 def test_bits_may_depend_on_values(tmp_path: Path) -> None:
-    found, record = fit(tmp_path, made(parts=[Lossless()]))
+    run, record = fit(tmp_path, made(parts=[Lossless()]))
     up = [int((result.upload["w"] > 0).sum()) for clients in record.local for result in clients.values()]
-    assert len({*up}) > 1 and found.state.total_bits == 9 * 64 * D + 80 * sum(up)
+    assert len({*up}) > 1 and run.state.total_bits == 9 * 64 * D + 80 * sum(up)
 
 
 def test_scratch_and_uploads_of_a_part(tmp_path: Path) -> None:
-    found, record = fit(tmp_path, made(parts=[Slot()]))
+    run, record = fit(tmp_path, made(parts=[Slot()]))
     moved = [(result.w - record.server[2].w).abs().sum() for result in record.local[2].values()]
-    torch.testing.assert_close(found.server.moved[0], torch.stack(moved).mean(), rtol=0, atol=1e-10)
-    assert found.state.total_bits == 9 * 64 * (2 * D + 1) and not found.clients.shapes
+    torch.testing.assert_close(run.server.moved[0], torch.stack(moved).mean(), rtol=0, atol=1e-10)
+    assert run.state.total_bits == 9 * 64 * (2 * D + 1) and not run.clients.shapes
 
 
 # The command line
@@ -261,16 +261,16 @@ HALF = ["--model.parts+=Personal", "--model.parts.keep=['3.*']", f"--model.parts
 
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
-    """Dotted paths; a run that is resumed has the same bits, with the parts' rows."""
+    """Parts are named by dotted paths; a run that is resumed has the same bits, with the parts' rows."""
     fedavg = run("fit", root=tmp_path / "a")
     neutral = run("fit", f"--model.parts=[{__name__}.TopK]", "--model.parts.rate=1.0", root=tmp_path / "b")
     assert_same(without_rows(neutral), without_rows(fedavg))
-    whole = run("fit", *HALF, "--trainer.max_rounds=4", root=tmp_path / "whole")
+    full = run("fit", *HALF, "--trainer.max_rounds=4", root=tmp_path / "whole")
     half = run("fit", *HALF, root=tmp_path / "half")
     cli("fit", "--ckpt_path", str(half / "checkpoints/last.ckpt"), "--trainer.max_rounds=4")
-    assert_same(state(newest(tmp_path / "half")), state(whole))
-    assert last(whole)["total_bits"] == 4 * 3 * (520 * 32 + 61 * (32 + 10))
-    assert {name: value.shape[1] for name, value in last(whole)["clients"]["rows"].items()} == {"own": 90, "error": 610}
+    assert_same(state(newest(tmp_path / "half")), state(full))
+    assert last(full)["total_bits"] == 4 * 3 * (520 * 32 + 61 * (32 + 10))
+    assert {name: value.shape[1] for name, value in last(full)["clients"]["rows"].items()} == {"own": 90, "error": 610}
 
 
 def without_rows(folder: Path) -> dict[str, Tensor]:
@@ -468,11 +468,11 @@ class Far(FedProx):
 def test_an_optimizer_remembers_where_local_training_starts(engine: str, tmp_path: Path) -> None:
     """Its pull is then that of FedProx."""
     options = {"relaxed_init": 0.3, "net": net()}
-    found, record = fit(tmp_path / "a", Far(mu=0.0, optimizer=Anchored(0.1), **options), engine)  # type: ignore[arg-type]
-    assert torch.equal(found.server.far, torch.zeros(1, dtype=torch.float64))
+    run, record = fit(tmp_path / "a", Far(mu=0.0, optimizer=Anchored(0.1), **options), engine)  # type: ignore[arg-type]
+    assert torch.equal(run.server.far, torch.zeros(1, dtype=torch.float64))
     options = {"relaxed_init": 0.3, "net": net()}
     plain, _ = fit(tmp_path / "b", FedProx(mu=0.1, optimizer=SGD(0.1), **options), engine)  # type: ignore[arg-type]
-    torch.testing.assert_close(found.server.w, plain.server.w, rtol=0, atol=1e-12)
+    torch.testing.assert_close(run.server.w, plain.server.w, rtol=0, atol=1e-12)
     assert any(not torch.equal(r.state.w_last, record.server[2].w) for r in record.local[2].values())
 
 

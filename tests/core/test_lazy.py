@@ -16,7 +16,7 @@ ROOMS = ("core", "data", "data.partition", "flatness", "algorithms", "algorithms
 def test_every_name_is_there_and_none_is_a_module(name: str) -> None:
     """A module of the same name would take its place once it is imported."""
     package = import_module(name)
-    assert package.__all__ and all(getattr(package, each) is not None for each in package.__all__)
+    assert package.__all__ and all(getattr(package, attribute) is not None for attribute in package.__all__)
     assert not {*package.__all__} & {path.stem for path in Path(str(package.__file__)).parent.iterdir()}
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         getattr(package, "nothing")  # noqa: B009

@@ -71,9 +71,9 @@ def options(cls: type) -> dict[str, Any]:
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__qualname__)
 def test_wrong_values(cls: type) -> None:
     for name, hint in options(cls).items():
-        for wrong in POOL.keys() - right(hint):
+        for key in POOL.keys() - right(hint):
             with pytest.raises(UserError, match=rf"^[\w.: ]*{name} = .*: give ") as raised:
-                cls(**{name: POOL[wrong]})
+                cls(**{name: POOL[key]})
             assert len(str(raised.value).splitlines()) == 1
             assert len(str(raised.value)) < 250
 
@@ -83,7 +83,7 @@ def test_the_table_is_whole() -> None:
     named = [value for n in fl_lightning.__all__ if inspect.isclass(value := getattr(fl_lightning, n))]
     unchecked = {cls.__name__ for cls in named if not issubclass(cls, Checked)}
     assert unchecked == {"UserError"}
-    flat = [hint for cls in CLASSES for each in options(cls).values() for hint in (each, *get_args(each))]
+    flat = [hint for cls in CLASSES for option in options(cls).values() for hint in (option, *get_args(option))]
     assert sum(get_origin(hint) is Literal for hint in flat) >= 34
     assert sum(len(POOL.keys() - right(hint)) for cls in CLASSES for hint in options(cls).values()) > 1000
 
@@ -108,7 +108,7 @@ def test_intervals(interval: str, inside: list[float], outside: list[float], wor
 
 
 def test_right_values_pass() -> None:
-    """Ints for floats, numbers of NumPy, tuples for lists, paths for text, null where it may be."""
+    """Ints pass for floats, numbers of NumPy, tuples for lists, paths for text, null where it may be."""
     assert SGD(lr=1, momentum=np.float32(0.5), clip=None).momentum == 0.5
     assert Digits(num_clients=np.int64(3), mean=(0.5,), std=np.array([0.5])).num_clients == 3
     assert Checkpoints(every_n_rounds=3, monitor=None).every_n_rounds == 3
@@ -202,6 +202,6 @@ def test_yaml_that_does_not() -> None:
     assert load_yaml(text.rpartition("\n?")[0]) == yaml.safe_load(expected)
     assert load_yaml("") is None
     numbers = ["1e-2", "1E5", "+1.5e3", ".5", "1_0.5", "-.inf", "09", "0x1F", "1e", "-", "2026-11-27", "v1.0"]
-    found = load_yaml(f"[{', '.join(numbers)}]")  # as to the command line
-    assert found == [0.01, 1e5, 1500.0, 0.5, 10.5, -math.inf, "09", 31, "1e", "-", "2026-11-27", "v1.0"]
-    assert [type(each) for each in found[:9]] == [type(get_loader("yaml")(each)) for each in numbers[:9]]
+    values = load_yaml(f"[{', '.join(numbers)}]")  # as to the command line
+    assert values == [0.01, 1e5, 1500.0, 0.5, 10.5, -math.inf, "09", 31, "1e", "-", "2026-11-27", "v1.0"]
+    assert [type(value) for value in values[:9]] == [type(get_loader("yaml")(value)) for value in numbers[:9]]

@@ -13,7 +13,7 @@ from fl_lightning.core import generator, generators, numpy_generator, seeded
 
 
 def draws(draw: Callable[[], torch.Tensor], device: str) -> list[torch.Tensor]:
-    """Numbers of a generator before, within and after `seeded`."""
+    """Returns numbers of a generator before, within and after `seeded`."""
     first = draw()
     with seeded(torch.device(device), 3, "net", 1):
         within = draw()

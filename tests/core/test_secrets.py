@@ -53,8 +53,8 @@ LOGGER = "{class_path: mine.Logger, init_args: {api_key: S3cret}}"
     ],
 )
 def test_no_form_of_a_command_line_keeps_a_secret(words: list[str]) -> None:
-    found = hidden_words(["--model.net.class_token=true", *words, "--after=1"])
-    assert "S3cret" not in " ".join(found) and found[-1] == "--after=1" and len(found) == len(words) + 2
+    shown = hidden_words(["--model.net.class_token=true", *words, "--after=1"])
+    assert "S3cret" not in " ".join(shown) and shown[-1] == "--after=1" and len(shown) == len(words) + 2
 
 
 def test_other_words_stay() -> None:
@@ -80,13 +80,13 @@ def test_configs() -> None:
     assert hidden(hidden(config)) == hidden(config)
     assert hidden({"sig": 0.5, "pin": 1234}) == {"sig": 0.5, "pin": "***"}  # no fraction is a secret
     for path in Path("configs").rglob("*.yaml"):
-        own = yaml.safe_load(path.read_text())
-        assert hidden(own) == own
+        content = yaml.safe_load(path.read_text())
+        assert hidden(content) == content
 
 
 def test_source_code() -> None:
     code = "+token = next(it)\n sorted(rows, key=len)\n-def f(password: str = None):\n x = a.key\n"
     assert hidden_text(code) == code
     secret = '+login(key="S3cret")\n+export WANDB_API_KEY=S3cret\n "api_key": \'S3cret\'\n-u = "https://u:S3cret@h"\n'
-    found = hidden_text(secret)
-    assert "S3cret" not in found and found.count("***") == found.count("\n") == 4
+    shown = hidden_text(secret)
+    assert "S3cret" not in shown and shown.count("***") == shown.count("\n") == 4

@@ -26,7 +26,7 @@ def averages(vectors: Tensor, samples: list[int], weighting: str) -> tuple[Tenso
 @settings(max_examples=60, deadline=None)
 @given(cohorts, st.sampled_from(["samples", "uniform"]), st.integers(0, 99), st.randoms(use_true_random=False))
 def test_averages(samples: list[int], weighting: str, seed: int, order: object) -> None:
-    """By hand; in any order; linear; of equal vectors the vector; within their range."""
+    """They are those by hand in any order, linear, the vector itself for equal vectors, and within their range."""
     draw = torch.Generator().manual_seed(seed)
     a, b = torch.randn(2, len(samples), 5, generator=draw, dtype=torch.float64)
     weights = torch.tensor(samples if weighting == "samples" else [1] * len(samples), dtype=torch.float64)

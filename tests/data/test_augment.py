@@ -39,7 +39,7 @@ def test_draws_of_another_number_of_rows_are_refused() -> None:
 
 @pytest.mark.parametrize("size", [4, 5, 30])
 def test_cutout_is_one_clipped_hole(size: int) -> None:
-    """As in DeVries and Taylor's code: from ``centre - size // 2``, ``size`` wide, cut off at the edges."""
+    """As in DeVries and Taylor's code it starts at ``centre - size // 2``, is ``size`` wide, cut off at the edges."""
     augment = Augment(0, False, cutout=size)
     drawn = draws(augment, [40])
     x, _ = augment.finalize(X.clone(), torch.zeros(40), drawn, 2)
@@ -66,19 +66,19 @@ def test_mixup_is_a_convex_combination_within_the_minibatch() -> None:
     drawn = draws(augment, sizes)
     y = torch.from_numpy(numpy_generator(1, "labels").integers(0, 3, 40))
     x, soft = augment.finalize(X.clone(), y, drawn, 3)
-    logits, at, shares = X[:, 0, 0, :3], 0, []
+    logits, start, shares = X[:, 0, 0, :3], 0, []
     losses = F.cross_entropy(logits, soft, reduction="none")
     for size in sizes:
-        part = slice(at, at + size)
+        part = slice(start, start + size)
         partner = torch.arange(size) + drawn["partner"][part]
         assert torch.equal(partner.sort().values, torch.arange(size))  # a permutation
         share = drawn["share"][part][0]
         assert (drawn["share"][part] == share).all()
         torch.testing.assert_close(x[part], share * X[part] + (1 - share) * X[part][partner], rtol=0, atol=0)
-        each = [F.cross_entropy(logits[part], labels, reduction="none") for labels in (y[part], y[part][partner])]
-        torch.testing.assert_close(losses[part], share * each[0] + (1 - share) * each[1], rtol=1e-14, atol=1e-14)
+        terms = [F.cross_entropy(logits[part], labels, reduction="none") for labels in (y[part], y[part][partner])]
+        torch.testing.assert_close(losses[part], share * terms[0] + (1 - share) * terms[1], rtol=1e-14, atol=1e-14)
         shares.append(float(share))
-        at += size
+        start += size
     assert len(set(shares)) == 4 and all(0 < share < 1 for share in shares)
 
 
@@ -174,7 +174,7 @@ def net(side: int = 6) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"granularity": "batch", "window": 4}], ids=["samples", "batches, window"])
 def test_engines_agree(options: dict[str, Any], tmp_path: Path) -> None:
-    """Clients of one to five steps, the last minibatch short; both passes of SAM see one batch, so does the teacher."""
+    """Clients take one to five steps, the last minibatch is short; SAM's passes and the teacher see one batch."""
 
     def objective() -> LocalObjective:
         return FedGMT(net=net(options.get("window", 6)), ascent=SAM(0.1), optimizer=SGD(0.1, momentum=0.9))
@@ -205,7 +205,7 @@ def test_blocks_mix_within_a_minibatch() -> None:
 
 
 def test_mixup_by_hand(tmp_path: Path) -> None:
-    """A run against a plain loop with the two-term loss, at both points of SAM."""
+    """A run agrees with a plain loop with the two-term loss, at both points of SAM."""
     module = data()
     module.augment = Augment(0, False, mixup=1.0)
     objective = FedAvg(net=net(), ascent=SAM(0.1), optimizer=SGD(0.1))
@@ -217,12 +217,12 @@ def test_mixup_by_hand(tmp_path: Path) -> None:
         local, total = [], 0
         for k in run.settings.sampler(t, 5, 0):
             v, batches = w.clone(), module.client_batches(k, 1, None, generator(0, "batches", t, 0, k), torch.float64)
-            at = 0
+            start = 0
             for size in batches.sizes:
-                index = batches.indices[at : at + size]
+                index = batches.indices[start : start + size]
                 x, y = module.x_train[index].double() / 255, module.y_train[index]
-                partner = torch.arange(size) + batches.draws["partner"][at : at + size]
-                share = batches.draws["share"][at]
+                partner = torch.arange(size) + batches.draws["partner"][start : start + size]
+                share = batches.draws["share"][start]
                 mixed = share * x + (1 - share) * x[partner]
 
                 def gradient(
@@ -239,7 +239,7 @@ def test_mixup_by_hand(tmp_path: Path) -> None:
 
                 g = gradient(v)
                 v = v - 0.1 * gradient(v + 0.1 * g / g.norm())
-                at += size
+                start += size
             local.append(v * len(module.clients[k]))
             total += len(module.clients[k])
         w = torch.stack(local).sum(0) / total

@@ -45,7 +45,7 @@ class Toy(FederatedDataModule):
 
 
 def toy(arrays=None, **kwargs):
-    """Its test set is part of the training set, so it warns."""
+    """Sets up images whose test set is part of the training set, so it warns."""
     data = Toy(**{"num_clients": 4, "batch_size": 4, **kwargs})
     data.arrays = arrays or Toy.arrays
     data.setup()
@@ -76,31 +76,31 @@ def augmented(augment, x, draws):
 def test_augment_equals_a_loop_over_samples(dtype, crop, flip):
     x = images(dtype)
     augment = Augment(crop, flip)
-    got = augment(x, augment.draw([60], rng()))
+    actual = augment(x, augment.draw([60], rng()))
     draws = rng()
     offsets = torch.randint(2 * crop + 1, (2, 60), generator=draws).T.tolist() if crop else [(0, 0)] * 60
     mirrored = (torch.rand(60, generator=draws) < 0.5).tolist() if flip else [False] * 60
-    for image, (dy, dx), mirror, result in zip(x, offsets, mirrored, got, strict=True):
+    for image, (dy, dx), mirror, result in zip(x, offsets, mirrored, actual, strict=True):
         want = F.pad(image, [crop] * 4)[:, dy : dy + 6, dx : dx + 5]
         assert torch.equal(result, want.flip(-1) if mirror else want)
-    assert got.dtype == dtype
+    assert actual.dtype == dtype
     assert torch.equal(x, images(dtype))  # the data stay as they are
 
 
 def test_augmentation_differs_per_sample():
-    same = images()[:1].expand(60, -1, -1, -1)
-    flips = augmented(Augment(crop=0), same, rng())
+    copies = images()[:1].expand(60, -1, -1, -1)
+    flips = augmented(Augment(crop=0), copies, rng())
     assert len(flips.flatten(1).unique(dim=0)) == 2
-    assert 15 < (flips == same).flatten(1).all(1).sum() < 45
-    assert len(augmented(Augment(crop=2, flip=False), same, rng()).flatten(1).unique(dim=0)) > 10
+    assert 15 < (flips == copies).flatten(1).all(1).sum() < 45
+    assert len(augmented(Augment(crop=2, flip=False), copies, rng()).flatten(1).unique(dim=0)) > 10
 
 
 def test_augmentation_per_batch_is_one_draw():
     x = torch.arange(5 * 64, dtype=torch.float32).reshape(5, 1, 8, 8) + 1
-    same = augmented(Augment(crop=2, granularity="batch"), x, torch.Generator().manual_seed(3))
-    assert len({tuple((image == 0).flatten().tolist()) for image in same}) == 1
-    own = augmented(Augment(crop=2), x, torch.Generator().manual_seed(3))
-    assert len({tuple((image == 0).flatten().tolist()) for image in own}) > 1
+    per_batch = augmented(Augment(crop=2, granularity="batch"), x, torch.Generator().manual_seed(3))
+    assert len({tuple((image == 0).flatten().tolist()) for image in per_batch}) == 1
+    per_sample = augmented(Augment(crop=2), x, torch.Generator().manual_seed(3))
+    assert len({tuple((image == 0).flatten().tolist()) for image in per_sample}) > 1
 
 
 def test_padding_is_black_before_normalisation():
@@ -131,17 +131,17 @@ def test_epochs_are_shuffled_and_complete(augment):
     assert [len(y) for _, y in batches] == [4, 4, 4, 3] * 3
     again = list(data.client_batches(1, 3, None, rng(), torch.float64))
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(batches, again, strict=True))
-    other = list(data.client_batches(1, 3, None, rng(1), torch.float64))
-    assert not torch.equal(batches[0][0], other[0][0])
+    reseeded = list(data.client_batches(1, 3, None, rng(1), torch.float64))
+    assert not torch.equal(batches[0][0], reseeded[0][0])
 
 
 def test_each_epoch_has_every_sample_once_in_a_new_order():
     data = features(batch_size=4)
     batches = list(data.client_batches(2, 2, None, rng(), torch.float64))
     first, second = (torch.cat([x for x, _ in part]) for part in (batches[:4], batches[4:]))
-    own = torch.from_numpy(XF)[data.clients[2]]
+    samples = torch.from_numpy(XF)[data.clients[2]]
     for epoch in (first, second):
-        assert torch.equal(epoch.sort(0).values, own.sort(0).values)  # exactly: float64 is kept
+        assert torch.equal(epoch.sort(0).values, samples.sort(0).values)  # exactly: float64 is kept
     assert not torch.equal(first, second)
     for x, y in batches:
         rows = (torch.from_numpy(XF)[None] == x[:, None]).all(-1).nonzero()[:, 1]
@@ -170,14 +170,14 @@ def test_steps_go_on_through_epochs():
 
 def test_full_batch_is_stored_order():
     data = features(batch_size=None)
-    own = torch.from_numpy(XF)[data.clients[1]]
+    samples = torch.from_numpy(XF)[data.clients[1]]
     for count, batches in (
         (2, data.client_batches(1, 2, None, rng(), torch.float64)),
         (5, data.client_batches(1, 2, 5, rng(), torch.float64)),
     ):
-        got = list(batches)
-        assert len(got) == count
-        assert all(torch.equal(x, own) for x, _ in got)
+        actual = list(batches)
+        assert len(actual) == count
+        assert all(torch.equal(x, samples) for x, _ in actual)
     assert data.batches_per_client(1, 2, None) == 2
 
 
@@ -207,10 +207,10 @@ def test_eval_batches_are_in_order():
         (data.eval_batches([5, 1], torch.float64), XF[[5, 1]], Y[[5, 1]]),
         (data.eval_batches(data.clients[1], torch.float64), XF[data.clients[1]], Y[data.clients[1]]),
     ):
-        got = list(batches)
-        assert all(len(labels) <= 7 for _, labels in got)
-        np.testing.assert_array_equal(torch.cat([a for a, _ in got]), x)
-        np.testing.assert_array_equal(torch.cat([b for _, b in got]), y)
+        actual = list(batches)
+        assert all(len(labels) <= 7 for _, labels in actual)
+        np.testing.assert_array_equal(torch.cat([a for a, _ in actual]), x)
+        np.testing.assert_array_equal(torch.cat([b for _, b in actual]), y)
 
 
 # Set-up
@@ -362,7 +362,7 @@ def test_numbers_of_something_else_are_no_classes():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         toy((XF, Y * 4, XF, Y), num_classes=9)
-    assert not any("occur;" in str(each.message) for each in seen)
+    assert not any("occur;" in str(warning.message) for warning in seen)
 
 
 class Known(Arrays):
@@ -400,8 +400,8 @@ def test_leaks_are_counted_and_warned_of(copied, warns, recwarn):
     y = np.arange(200) % 3
     data = toy((train, y, test, y))
     assert data.leaked == copied
-    said = [str(w.message) for w in recwarn if "x_test" in str(w.message)]
-    assert [s.startswith(f"x_test: {copied} of 200 samples occur in x_train as well") for s in said] == [True] * warns
+    texts = [str(w.message) for w in recwarn if "x_test" in str(w.message)]
+    assert [s.startswith(f"x_test: {copied} of 200 samples occur in x_train as well") for s in texts] == [True] * warns
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW", "NHW"])
@@ -417,16 +417,16 @@ def test_image_layouts(layout):
 
 
 def test_digits():
-    data, other = Digits(seed=0), Digits(seed=1, partition=Dirichlet(0.0))
+    data, skewed = Digits(seed=0), Digits(seed=1, partition=Dirichlet(0.0))
     data.setup()
-    other.setup()
+    skewed.setup()
     assert (data.num_classes, data.input_shape) == (10, (1, 8, 8))
     assert (len(data.y_train), len(data.y_test), len(data.clients), data.batch_size) == (1437, 360, 50, 16)
-    assert torch.equal(data.x_test, other.x_test)  # one test set whatever the seed
+    assert torch.equal(data.x_test, skewed.x_test)  # one test set whatever the seed
     assert torch.bincount(data.y_test).float().std() < 2
     x = torch.cat([x for x, _ in data.eval_batches("train")])
     assert (x.min(), x.max()) == (0, 1)
-    assert all(len(other.y_train[c].unique()) == 1 for c in other.clients)
+    assert all(len(skewed.y_train[c].unique()) == 1 for c in skewed.clients)
 
 
 def test_centralized_training_by_lightning():
@@ -568,7 +568,7 @@ def test_faulty_client_arrays(kwargs, message):
 
 
 def write_idx(folder, train, x, y):
-    """MNIST's own file format."""
+    """Writes MNIST's own file format."""
     prefix = "train" if train else "t10k"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 0x803, *x.shape) + x.tobytes())

@@ -69,13 +69,13 @@ def test_cifar100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(data.y_train, FINE[:150])
     assert data.mean == [0.5071, 0.4865, 0.4409]
     (tmp_path / "cifar-100-python" / "train").write_bytes(b"cut")
-    there = "put there cifar-100-python, from https://www.cs.toronto.edu/~kriz/cifar.html, or set download: true"
-    with pytest.raises(UserError, match=rf"^data.data_dir = [^\n]*CIFAR100 cannot be read [^\n]*corrupted.*; {there}$"):
+    hint = "put there cifar-100-python, from https://www.cs.toronto.edu/~kriz/cifar.html, or set download: true"
+    with pytest.raises(UserError, match=rf"^data.data_dir = [^\n]*CIFAR100 cannot be read [^\n]*corrupted.*; {hint}$"):
         CIFAR100(str(tmp_path)).setup()
 
 
 def run(data: Any, net: nn.Module, folder: Path) -> Run:
-    """A round of every client."""
+    """Trains a round of every client."""
     trainer = FederatedTrainer(
         max_rounds=1, clients_per_round=data.num_clients, engine="sequential", accelerator="cpu", callbacks=[],
         default_root_dir=str(folder / "runs"), enable_progress_bar=False,
@@ -117,7 +117,7 @@ def test_cinic10(valid: bool, tmp_path: Path) -> None:
 
 
 def test_basic_english() -> None:
-    """By the rules of torchtext's tokeniser."""
+    """It follows the rules of torchtext's tokenizer."""
     text = 'It\'s "Wall St." (Reuters): up,down; 3.5<br />why?!  end'
     want = "it ' s wall st . ( reuters ) up , down 3 . 5 why ? ! end"
     assert basic_english(text) == want.split()
@@ -184,7 +184,7 @@ def test_broken_news(row: tuple[str, ...], message: str, tmp_path: Path) -> None
 
 
 def landmarks(folder: Path, nested: bool) -> list[str]:
-    """Five photographs of three users, of two sizes; two to test."""
+    """Writes five photographs of three users, of two sizes; two to test."""
     names = [f"{i}a{i:014x}" for i in range(7)]
     photographs = {name: np.full((20 + i, 30, 3), 30 * i, np.uint8) for i, name in enumerate(names)}
     users = ["10", "2", "10", "7", "2"]
@@ -264,8 +264,8 @@ def test_a_client_has_its_own_part_of_the_test_set(column: Callable[[list[int]],
     data = FromDataset(train, test, column([10, 2, 2, 10, 7, 7]), column([10, 7, 3, 10, 7]))
     data.setup()
     assert [part.tolist() for part in data.clients] == [[1, 2], [4, 5], [0, 3]]
-    found = [data.client_test_indices(client) for client in range(3)]
-    assert [None if part is None else part.tolist() for part in found] == [[], [1, 4], [0, 3]]
+    indices = [data.client_test_indices(client) for client in range(3)]
+    assert [None if part is None else part.tolist() for part in indices] == [[], [1, 4], [0, 3]]
     plain = FromDataset(train, test, num_clients=2)
     plain.setup()
     assert plain.client_test_indices(0) is None
@@ -282,13 +282,13 @@ def test_targets_of_torchvision_spare_reading(tmp_path: Path) -> None:
         reads.append(path)
         return Image.open(path)
 
-    for given, labels in (({}, [0, 1]), ({"target_transform": lambda y: 1 - y}, [1, 0])):
+    for options, labels in (({}, [0, 1]), ({"target_transform": lambda y: 1 - y}, [1, 0])):
         reads.clear()
-        train = datasets.ImageFolder(str(tmp_path), loader=loader, **given)
+        train = datasets.ImageFolder(str(tmp_path), loader=loader, **options)
         data = FromDataset(train, Pairs(IMAGES[6:8], [1, 0]), num_clients=2, stream=True)
         data.setup()
         assert data.y_train.tolist() == [y for y in labels for _ in range(10)]
-        assert len(reads) == (3 if not given else 21) + 8
+        assert len(reads) == (3 if not options else 21) + 8
 
 
 def test_labels_that_torchvision_keeps_otherwise() -> None:
@@ -303,13 +303,13 @@ def test_labels_that_torchvision_keeps_otherwise() -> None:
 
 
 def test_the_class_of_qmnist_is_the_first_of_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(self: TorchvisionData, train: bool, download: bool = False) -> Any:
-        found = datasets.QMNIST.__new__(datasets.QMNIST)
+    def dataset(self: TorchvisionData, train: bool, download: bool = False) -> Any:
+        qmnist = datasets.QMNIST.__new__(datasets.QMNIST)
         images = torch.randint(256, (20, 28, 28), dtype=torch.uint8)
-        found.__dict__ |= {"data": images, "targets": torch.arange(20)[:, None].repeat(1, 8) % 3, "compat": True}
-        return found
+        qmnist.__dict__ |= {"data": images, "targets": torch.arange(20)[:, None].repeat(1, 8) % 3, "compat": True}
+        return qmnist
 
-    monkeypatch.setattr(TorchvisionData, "_dataset", made)
+    monkeypatch.setattr(TorchvisionData, "_dataset", dataset)
     data = TorchvisionData("QMNIST", num_clients=2)
     data.setup()
     assert data.y_train.tolist() == [k % 3 for k in range(20)] and data.input_shape == (1, 28, 28)
@@ -326,20 +326,20 @@ def test_labels_are_those_of_the_samples() -> None:
 
 def test_colours_of_a_palette_are_colours() -> None:
     images = [Image.fromarray(x) for x in IMAGES[:4]]
-    few = [image.quantize(200) for image in images]
-    data = FromDataset(Pairs(few, [0, 1] * 2), Pairs(images, [0, 1] * 2), num_clients=2)
+    quantized = [image.quantize(200) for image in images]
+    data = FromDataset(Pairs(quantized, [0, 1] * 2), Pairs(images, [0, 1] * 2), num_clients=2)
     data.setup()
-    for one, other in zip(data.x_train.numpy(), few, strict=True):
-        np.testing.assert_array_equal(one, np.asarray(other.convert("RGB")).transpose(2, 0, 1))
+    for stored, image in zip(data.x_train.numpy(), quantized, strict=True):
+        np.testing.assert_array_equal(stored, np.asarray(image.convert("RGB")).transpose(2, 0, 1))
 
 
 def test_images_of_one_bit_are_black_and_white_and_deeper_ones_are_refused() -> None:
     grey = [Image.fromarray(x).convert("L") for x in IMAGES[:4]]
-    data = FromDataset(*[Pairs([each.convert("1") for each in grey], [0, 1] * 2)] * 2, num_clients=2)
+    data = FromDataset(*[Pairs([image.convert("1") for image in grey], [0, 1] * 2)] * 2, num_clients=2)
     data.setup()
     assert data.x_train.dtype == torch.uint8 and {0, 255} == {*data.x_train.unique().tolist()}
     for mode in ("I", "F", "I;16"):
-        pairs = Pairs([each.convert("I").convert(mode) for each in grey], [0, 1] * 2)
+        pairs = Pairs([image.convert("I").convert(mode) for image in grey], [0, 1] * 2)
         with pytest.raises(UserError, match=rf"^an image has more than 8 bits a channel \({mode}\); convert it"):
             FromDataset(pairs, pairs, num_clients=2).setup()
 
@@ -369,8 +369,8 @@ class Endless(IterableDataset):  # type: ignore[type-arg]
 def test_users_of_two_columns_with_other_forms_of_a_number() -> None:
     """A column of a table that once held a missing value is one of floats."""
     good = Pairs(IMAGES[:4], [0, 1, 0, 1])
-    for users, others in (((3, 4, 3, 4), (4.0, 3.0, 5.0, 4.0)), ((3.0, 4.0, 3.0, 4.0), (4, 3, 5, 4))):
-        data = FromDataset(good, good, np.array(users), np.array(others))
+    for users, test_users in (((3, 4, 3, 4), (4.0, 3.0, 5.0, 4.0)), ((3.0, 4.0, 3.0, 4.0), (4, 3, 5, 4))):
+        data = FromDataset(good, good, np.array(users), np.array(test_users))
         data.setup()
         assert data.test_clients.tolist() == [1, 0, -1, 1]
 
@@ -419,16 +419,16 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     generated.leaf(tmp_path / "data" / "femnist", "FEMNIST")
     names: dict[str, Any] = {}
-    made = []
+    summaries = []
     for block in blocks:
         exec(block, names)
         if "data = " in block:
             data = names["data"]
             data.setup()
-            made.append((type(data).__name__, data.num_clients, data.client_sizes.tolist()))
+            summaries.append((type(data).__name__, data.num_clients, data.client_sizes.tolist()))
             assert len(block.strip().splitlines()) < 15
-    assert made[:2] == [("HuggingFace", 3, [24] * 3), ("FEMNIST", 3, [4, 3, 5])]
-    assert made[2:] == [
+    assert summaries[:2] == [("HuggingFace", 3, [24] * 3), ("FEMNIST", 3, [4, 3, 5])]
+    assert summaries[2:] == [
         ("Arrays", 5, [10] * 5),
         ("FromDataset", 3, [20] * 3),
         ("Sensors", 2, [10, 20]),
@@ -439,7 +439,7 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_yaml_of_the_page_is_a_config() -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
-        given = yaml.safe_load(block)["data"]
-        settings = given["init_args"].pop("augment", {"class_path": "Augment", "init_args": {}})
+        config = yaml.safe_load(block)["data"]
+        settings = config["init_args"].pop("augment", {"class_path": "Augment", "init_args": {}})
         augment = getattr(fl_lightning, settings["class_path"])(**settings["init_args"])
-        assert getattr(fl_lightning, given["class_path"])(**given["init_args"], augment=augment).augment is augment
+        assert getattr(fl_lightning, config["class_path"])(**config["init_args"], augment=augment).augment is augment

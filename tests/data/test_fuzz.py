@@ -25,10 +25,10 @@ faults = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.binary(max_si
 """Where, how many bytes are taken away, what comes in their place."""
 
 
-def faulty(content: bytes, where: list[tuple[float, int, bytes]]) -> bytes:
-    for place, taken, put in where:
-        at = int(place * len(content))
-        content = content[:at] + put + content[at + taken :]
+def faulty(content: bytes, faults: list[tuple[float, int, bytes]]) -> bytes:
+    for place, removed, inserted in faults:
+        start = int(place * len(content))
+        content = content[:start] + inserted + content[start + removed :]
     return content
 
 
@@ -43,8 +43,8 @@ def read_split(path: Path) -> None:
     except UserError as error:
         assert len(str(error).splitlines()) == 1  # noqa: PT017
     else:
-        found = np.concatenate(parts)
-        assert len(parts) == 4 and len(set(found)) == len(found) and set(found) <= set(range(40))
+        indices = np.concatenate(parts)
+        assert len(parts) == 4 and len(set(indices)) == len(indices) and set(indices) <= set(range(40))
 
 
 @ROUNDS

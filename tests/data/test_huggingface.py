@@ -51,22 +51,22 @@ def splits() -> Any:
 
 
 def written(form: str, folder: Path) -> Any:
-    """The same data set: as an object, by ``save_to_disk``, or as a file for each split."""
-    found = splits()
+    """Returns the same data set: as an object, by ``save_to_disk``, or as a file for each split."""
+    data = splits()
     if form == "object":
-        return found
+        return data
     path = folder / "data"
     if form == "disk":
-        found.save_to_disk(str(path))
+        data.save_to_disk(str(path))
         return str(path)
     path.mkdir()
-    for name, each in found.items():
-        getattr(each.select_columns(["a", "n", "label", "who"]), f"to_{form}")(str(path / f"{name}.{form}"))
+    for name, split in data.items():
+        getattr(split.select_columns(["a", "n", "label", "who"]), f"to_{form}")(str(path / f"{name}.{form}"))
     return str(path)
 
 
 def weights(data: Any, net: nn.Module, folder: Path) -> torch.Tensor:
-    """After three rounds of all clients."""
+    """Returns the weights after three rounds of all clients."""
     torch.manual_seed(0)
     for module in net.modules():
         if isinstance(module, nn.Linear):
@@ -79,7 +79,7 @@ def weights(data: Any, net: nn.Module, folder: Path) -> torch.Tensor:
 
 
 def by_user(x: Any, y: Any) -> Arrays:
-    """Arrays of the users in the order of their numbers."""
+    """Returns arrays of the users in the order of their numbers."""
     users = np.array(USERS)
     parts = [(x[:12][users == user], y[:12][users == user]) for user in ("7", "9", "10")]
     return Arrays(client_arrays=parts, test=(x[12:], y[12:]), batch_size=2)
@@ -90,7 +90,7 @@ def by_user(x: Any, y: Any) -> Arrays:
     [("object", "vector"), ("object", "image"), ("disk", "image"), ("parquet", "an"), ("csv", "an"), ("json", "an")],
 )
 def test_equals_the_same_arrays(form: str, inputs: str, tmp_path: Path) -> None:
-    """To the bit, after three rounds over clients by a column."""
+    """It does to the bit, after three rounds over clients by a column."""
     x = {"vector": NUMBERS, "image": PIXELS, "an": np.stack([NUMBERS[:, 0], 2.0 * LABELS], 1)}[inputs]
     columns: Any = ["a", "n"] if inputs == "an" else inputs
     net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].size, 4))
@@ -201,11 +201,11 @@ def test_missing_and_odd_values_are_refused(columns: Any, options: Any, message:
 
 def test_text_beside_numbers_of_the_test_data_is_refused() -> None:
     train, test = (datasets.Dataset.from_dict({"t": t, "label": [0, 1]}) for t in (["a b", "c"], [1, 2]))
-    for given, kinds in (((train, test), "text, t of test numbers"), ((test, train), "numbers, t of test text")):
+    for pair, kinds in (((train, test), "text, t of test numbers"), ((test, train), "numbers, t of test text")):
         with pytest.raises(
             UserError, match=rf"^data\.inputs = t: t of train holds {kinds}; choose columns of one kind$"
         ):
-            HuggingFace(dict(zip(("train", "test"), given, strict=True)), "t", num_clients=2).setup()
+            HuggingFace(dict(zip(("train", "test"), pair, strict=True)), "t", num_clients=2).setup()
 
 
 def test_images_go_alone() -> None:
@@ -229,12 +229,12 @@ def test_what_the_client_column_says_is_not_said_otherwise(options: Any, message
 
 
 def test_splits_with_other_classes_are_refused() -> None:
-    found = splits()
-    other = found["test"].features.copy()
-    other["label"] = datasets.ClassLabel(names=["y", "x", "z", "w"])
-    found["test"] = found["test"].cast(other)
+    data = splits()
+    features = data["test"].features.copy()
+    features["label"] = datasets.ClassLabel(names=["y", "x", "z", "w"])
+    data["test"] = data["test"].cast(features)
     with pytest.raises(UserError, match=r"^data.target = label: the test data have other classes, \['y', 'x'"):
-        HuggingFace(found, "a", num_clients=2).setup()
+        HuggingFace(data, "a", num_clients=2).setup()
 
 
 def test_lists_of_labels_with_other_classes_are_refused() -> None:
@@ -244,9 +244,9 @@ def test_lists_of_labels_with_other_classes_are_refused() -> None:
         )
         return datasets.Dataset.from_dict({"a": [0.0, 1.0], "tags": [[0], [1]]}, features=tags)
 
-    given = {"train": part(["cat", "dog"]), "test": part(["dog", "cat"])}
+    data = {"train": part(["cat", "dog"]), "test": part(["dog", "cat"])}
     with pytest.raises(UserError, match=r"^data.target = tags: the test data have other classes, \['dog', 'cat'\]"):
-        HuggingFace(given, "a", "tags", task="multilabel", num_clients=2).setup()
+        HuggingFace(data, "a", "tags", task="multilabel", num_clients=2).setup()
 
 
 def test_a_share_of_no_sample_is_refused() -> None:
@@ -277,15 +277,15 @@ def test_rows_as_pairs_are_refused_by_name() -> None:
 
 def test_what_is_no_data_set_of_pairs_is_refused() -> None:
     x = torch.zeros(4, 2)
-    for given in (DataLoader(TensorDataset(x, x)), TensorDataset(x), x.numpy()):
+    for source in (DataLoader(TensorDataset(x, x)), TensorDataset(x), x.numpy()):
         with pytest.raises(
             UserError, match=r"^train: a \w+ has no pairs \(x, label\); give a map-style data set of pairs"
         ):
-            FromDataset(given, given, num_clients=2).setup()
+            FromDataset(source, source, num_clients=2).setup()
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:
-    """With several input columns, and the client of each sample."""
+    """The run has several input columns, and the client of each sample."""
     path = written("csv", tmp_path)
     cli(
         "fit", "--model=FedAvg", "--model.net=FullyConnected", "--model.net.in_features=2", "--model.net.hidden=[]",
@@ -304,8 +304,8 @@ def test_a_streamed_image_of_another_size_is_named_when_it_is_read(stored: str, 
             image.save(tmp_path / f"{i}.png")
         images = [str(tmp_path / f"{i}.png") for i in range(9)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    found = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2] * 3}, features=features)
-    data = HuggingFace(datasets.DatasetDict(train=found, test=found), "image", stream=True, num_clients=2)
+    dataset = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2] * 3}, features=features)
+    data = HuggingFace(datasets.DatasetDict(train=dataset, test=dataset), "image", stream=True, num_clients=2)
     data.setup()
     assert len(next(iter(data.eval_batches([0, 1])))[1]) == 2
     file = rf" \({re.escape(str(tmp_path / '8.png'))}\)" if stored == "in files" else ""
@@ -314,13 +314,13 @@ def test_a_streamed_image_of_another_size_is_named_when_it_is_read(stored: str, 
         list(data.eval_batches([7, 8]))
 
 
-@pytest.mark.parametrize("alike", ["by mode", "by orientation", "by a transform"])
-def test_streamed_images_that_reading_makes_alike_are_taken(alike: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["by mode", "by orientation", "by a transform"])
+def test_streamed_images_that_reading_makes_alike_are_taken(way: str, tmp_path: Path) -> None:
     """Their files differ in size or mode."""
     turned = Image.Exif()
     turned[0x112] = 6  # the tag of the orientation
     Image.new("RGB", (8, 4)).save(tmp_path / "0.png")
-    match alike:
+    match way:
         case "by mode":
             Image.new("L", (8, 4)).save(tmp_path / "1.png")
         case "by orientation":
@@ -328,13 +328,13 @@ def test_streamed_images_that_reading_makes_alike_are_taken(alike: str, tmp_path
         case _:
             Image.new("RGB", (16, 8)).save(tmp_path / "1.png")
     features = datasets.Features(
-        {"image": datasets.Image(mode="RGB" if alike == "by mode" else None), "label": datasets.Value("int64")}
+        {"image": datasets.Image(mode="RGB" if way == "by mode" else None), "label": datasets.Value("int64")}
     )
     paths = [str(tmp_path / f"{i % 2}.png") for i in range(6)]
-    found = datasets.Dataset.from_dict({"image": paths, "label": [0, 1, 2] * 2}, features=features)
-    if alike == "by a transform":
-        found = found.with_transform(resized)
-    data = HuggingFace(datasets.DatasetDict(train=found, test=found), "image", stream=True, num_clients=2)
+    dataset = datasets.Dataset.from_dict({"image": paths, "label": [0, 1, 2] * 2}, features=features)
+    if way == "by a transform":
+        dataset = dataset.with_transform(resized)
+    data = HuggingFace(datasets.DatasetDict(train=dataset, test=dataset), "image", stream=True, num_clients=2)
     data.setup()
     assert data.stored_shape() == (3, 4, 8)
     assert {x.shape[1:] for x, _ in data.eval_batches("train")} == {(3, 4, 8)}

@@ -25,11 +25,11 @@ def test_users_are_clients_with_their_own_test_samples(kind: Any, tmp_path: Path
     assert data.num_clients == 3 and data.client_sizes.tolist() == [4, 3, 5]
     assert data.num_classes == {"FEMNIST": 62, "Shakespeare": 80}[kind.__name__]
     for client, user in enumerate(train):
-        share = data.client_test_indices(client)
-        assert share is not None and len(share) == len(test[user]["y"])
+        rows = data.client_test_indices(client)
+        assert rows is not None and len(rows) == len(test[user]["y"])
         for x, y, part in (
             (data.x_train[data.clients[client]], data.y_train[data.clients[client]], train[user]),
-            (data.x_test[share], data.y_test[share], test[user]),
+            (data.x_test[rows], data.y_test[rows], test[user]),
         ):
             if kind is FEMNIST:
                 np.testing.assert_array_equal(x.flatten(1), np.array(part["x"], np.float32))
@@ -96,7 +96,7 @@ def test_missing_folder(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_shakespeare_trains_alike_on_both_engines(tmp_path: Path) -> None:
     leaf(tmp_path, "Shakespeare")
-    found = []
+    models = []
     for engine in ("sequential", "batched"):
         torch.manual_seed(0)
         net = LEAFLSTM(hidden=4, dim=2)
@@ -104,8 +104,8 @@ def test_shakespeare_trains_alike_on_both_engines(tmp_path: Path) -> None:
             max_rounds=1, clients_per_round=3, engine=engine, accelerator="cpu", callbacks=[], loggers=[],
             precision="64-true", default_root_dir=str(tmp_path / "runs"), enable_progress_bar=False,
         )  # fmt: skip
-        found.append(trainer.fit(FedAvg(net=net), Shakespeare(str(tmp_path), batch_size=2)).global_model)
-    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+        models.append(trainer.fit(FedAvg(net=net), Shakespeare(str(tmp_path), batch_size=2)).global_model)
+    torch.testing.assert_close(*models, rtol=0, atol=1e-12)
 
 
 def test_nets_take_the_data() -> None:

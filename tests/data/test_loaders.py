@@ -24,7 +24,7 @@ QUIET: dict[str, Any] = {
 
 
 def numbered(**kwargs: Any) -> Arrays:
-    """Samples that hold their own number: 50 of two clients, 10 to validate, 9 to test."""
+    """Returns samples that hold their own number: 50 of two clients, 10 to validate, 9 to test."""
     x, y = np.arange(60.0, dtype=np.float32)[:, None], np.arange(60) % 3
     half = [(x[:30], y[:30]), (x[30:], y[30:])]
     test = (100 + np.arange(9.0, dtype=np.float32)[:, None], np.arange(9) % 3)
@@ -75,20 +75,20 @@ def test_they_are_torchs_data_loaders() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"batch_size": None}])
 def test_shares_of_the_batches_are_the_batches(options: Any) -> None:
-    """Also with augmentation: what is drawn for a minibatch stays with it."""
+    """They are also with augmentation: what is drawn for a minibatch stays with it."""
     x, y = np.arange(40 * 48, dtype=np.float32).reshape(40, 3, 4, 4), np.arange(40) % 3
     augment = Augment(1, mixup=1.0, granularity="batch")
     settings = {"batch_size": 6, "augment": augment, **options}
     data = Arrays(client_arrays=[(x, y)], test=(x[:3] + 1, y[:3]), **settings)
     data.setup()
-    whole = data.train_dataloader()
+    full = data.train_dataloader()
     for _ in range(2):
-        want = list(whole)
+        want = list(full)
     shares: dict[int, tuple[Tensor, Tensor]] = {}
     for rank in range(2):
-        sampler: Any = DistributedSampler(whole.dataset, 2, rank, shuffle=True, seed=3)
+        sampler: Any = DistributedSampler(full.dataset, 2, rank, shuffle=True, seed=3)
         sampler.set_epoch(1)
-        loader = type(whole)(whole.dataset, sampler=sampler)
+        loader = type(full)(full.dataset, sampler=sampler)
         shares |= zip(list(sampler), loader, strict=True)
     assert shares.keys() == set(range(len(want)))
     for number, batch in shares.items():
@@ -96,21 +96,21 @@ def test_shares_of_the_batches_are_the_batches(options: Any) -> None:
 
 
 def test_a_resumed_run_sees_the_same_batches(tmp_path: Path) -> None:
-    whole, first, second = Recording(), Recording(), Recording()
-    L.Trainer(max_epochs=4, enable_checkpointing=False, **QUIET).fit(whole, datamodule=numbered())
+    uninterrupted, first, second = Recording(), Recording(), Recording()
+    L.Trainer(max_epochs=4, enable_checkpointing=False, **QUIET).fit(uninterrupted, datamodule=numbered())
     half = L.Trainer(max_epochs=2, enable_checkpointing=False, **QUIET)
     half.fit(first, datamodule=numbered())
     half.save_checkpoint(tmp_path / "half.ckpt")
     resumed = L.Trainer(max_epochs=4, enable_checkpointing=False, **QUIET)
     resumed.fit(second, datamodule=numbered(), ckpt_path=tmp_path / "half.ckpt")
-    assert first.seen["train"] + second.seen["train"] == whole.seen["train"]
-    epochs = [[*chain(*whole.seen["train"][7 * t : 7 * t + 7])] for t in range(4)]
+    assert first.seen["train"] + second.seen["train"] == uninterrupted.seen["train"]
+    epochs = [[*chain(*uninterrupted.seen["train"][7 * t : 7 * t + 7])] for t in range(4)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len({tuple(e) for e in epochs}) == 4
     data = numbered()
     data.setup()
     union = data.clients.indices.sort().values
     assert epochs[3] == union[torch.randperm(50, generator=generator(0, "centralized", 3))].tolist()
-    assert sorted(chain(*whole.seen["val"][-3:])) == data.val_indices.tolist()
+    assert sorted(chain(*uninterrupted.seen["val"][-3:])) == data.val_indices.tolist()
 
 
 SCRIPT = f"""

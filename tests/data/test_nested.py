@@ -75,7 +75,7 @@ def cut(x: Any, rows: slice) -> Any:
 
 
 def arrays(x: Any, **kwargs: Any) -> Arrays:
-    """Four clients of unlike sizes."""
+    """Divides samples among four clients of different sizes."""
     bounds = [0, 5, 14, 20, 32]
     parts = [(cut(x, slice(a, b)), Y[a:b]) for a, b in pairwise(bounds)]
     return Arrays(client_arrays=parts, test=(cut(x, slice(32, None)), Y[32:]), batch_size=4, **kwargs)
@@ -142,8 +142,8 @@ def test_lambda_max_is_that_of_the_dense_hessian() -> None:
 
     dense = torch.func.hessian(loss)(nn.utils.parameters_to_vector(net.parameters()).detach())
     batches = [(cut(x, rows), y[rows]) for rows in (slice(7), slice(7, 14), slice(14, 20))]
-    found = lambda_max(hessian(net, nn.CrossEntropyLoss(reduction="none"), batches), tol=1e-9)
-    assert float(found.value) == pytest.approx(float(torch.linalg.eigvalsh(dense)[-1]), rel=1e-5)
+    top = lambda_max(hessian(net, nn.CrossEntropyLoss(reduction="none"), batches), tol=1e-9)
+    assert float(top.value) == pytest.approx(float(torch.linalg.eigvalsh(dense)[-1]), rel=1e-5)
 
 
 # Sources
@@ -190,27 +190,27 @@ def source(kind: str, folder: Path, **kwargs: Any) -> FederatedDataModule:
     train, test = (
         named_tensors(cut(X, rows), name) for name, rows in (("x_train", slice(32)), ("x_test", slice(32, N)))
     )
-    found = {**train, **test, "y_train": Y[:32], "y_test": Y[32:]}
+    arrays = {**train, **test, "y_train": Y[:32], "y_test": Y[32:]}
     if kind == "npz":
-        np.savez(folder / "data.npz", **found)
+        np.savez(folder / "data.npz", **arrays)
         return Arrays(str(folder / "data.npz"), **settings)
-    for name, array in found.items():
+    for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array)
     return Arrays(str(folder), **settings)
 
 
 @pytest.mark.parametrize("kind", ["data set", "own", "npz", "folder"])
 def test_all_sources_give_the_same_batches_streamed_or_not(kind: str, tmp_path: Path) -> None:
-    found = []
+    readings = []
     for options in ({"stream": False}, {"stream": True, "workers": 2}):
         data = source(kind, tmp_path, **options)
         data.setup()
         assert data.input_shape == {"image": (3, 6, 5), "more": {"table": (4,), "words": (3,)}}
         train = list(data.client_batches(1, 2, None, generator(0, "batches"), torch.float64))
         loaders = [*data.train_dataloader(), *data.test_dataloader()]
-        found.append(([*train, *data.eval_batches("test", torch.float64), *loaders], data.fingerprint()))
-    assert found[0][1] == found[1][1]
-    for (x, y), (want_x, want_y) in zip(found[0][0], found[1][0], strict=True):
+        readings.append(([*train, *data.eval_batches("test", torch.float64), *loaders], data.fingerprint()))
+    assert readings[0][1] == readings[1][1]
+    for (x, y), (want_x, want_y) in zip(readings[0][0], readings[1][0], strict=True):
         named, want = named_tensors(x, "x"), named_tensors(want_x, "x")
         assert named.keys() == want.keys() and torch.equal(y, want_y)
         assert all(torch.equal(v, want[name]) and v.stride() == want[name].stride() for name, v in named.items())
@@ -297,7 +297,7 @@ def test_training_and_test_samples_must_be_alike(test: Any, message: str) -> Non
 
 
 def test_a_token_beyond_the_net_is_named_before_the_run(tmp_path: Path) -> None:
-    """In the last sample of the last client, which neither the first test batch nor the first client has."""
+    """It is in the last sample of the last client, which neither the first test batch nor the first client has."""
     x = np.arange(60).reshape(12, 5) % 20
     x[-1, -1] = 40
     parts = [(x[i : i + 4], Y[i : i + 4]) for i in (0, 4, 8)]

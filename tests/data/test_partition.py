@@ -126,16 +126,16 @@ def table_of(y, parts, classes):
 
 
 def generated(classes, clients):
-    """Every partition that can be made for so many classes and clients."""
-    alphas, powers, yes = st.sampled_from([0.05, 0.3, 1.0, 30.0]), st.sampled_from([0.0, 0.7, 2.0]), st.booleans()
+    """Returns every partition that can be made for so many classes and clients."""
+    alphas, powers, booleans = st.sampled_from([0.05, 0.3, 1.0, 30.0]), st.sampled_from([0.0, 0.7, 2.0]), st.booleans()
     coarse = [c // 2 for c in range(classes)]
     step = classes // np.gcd(classes, clients)
     return st.one_of(
         st.builds(IID, powers),
         st.just(IID(stratified=True)),
         st.builds(Dirichlet, alphas, powers, st.sampled_from(["rounded", "multinomial"])),
-        st.builds(FLSimDirichlet, alphas, yes),
-        st.builds(FLSimPathological, st.integers(1, classes), yes),
+        st.builds(FLSimDirichlet, alphas, booleans),
+        st.builds(FLSimPathological, st.integers(1, classes), booleans),
         st.builds(PAM, alphas, alphas, st.just(coarse)),
         st.builds(FLSAMDirichlet, st.sampled_from([1.0, 30.0]), st.sampled_from([1.0, 2.0, 10.0])),
         st.builds(FLSAMPath, st.just(int(step))),
@@ -197,7 +197,7 @@ def test_stratified_shares_are_exact():
 
 
 def test_multinomial_draws_leave_single_samples():
-    """Classes with one sample among the first 91 clients of CIFAR-100, alpha 1000: 499 in the spec's own program."""
+    """With alpha 1000 the first 91 clients of CIFAR-100 have 499 classes of one sample in the spec's own program."""
     y = np.repeat(np.arange(100), 500)
     single = [
         (table_of(y, Dirichlet(1000, draws=draws)(y, 100, 100, 0)[:91], 100) == 1).sum()
@@ -232,8 +232,8 @@ def fl_simulator(y, clients, classes, seed, alpha=None, c=None):
         for row in chosen:
             rng.shuffle(row)
         cumulative = np.array([[row[: j + 1].sum() / c if row[j] else 0 for j in range(classes)] for row in chosen])
-    where = [np.where(shuffled == label)[0] for label in range(classes)]
-    amount = [len(w) for w in where]
+    places = [np.where(shuffled == label)[0] for label in range(classes)]
+    amount = [len(w) for w in places]
     parts = [[] for _ in range(clients)]
     while room.sum():
         k = rng.randint(clients)
@@ -244,9 +244,9 @@ def fl_simulator(y, clients, classes, seed, alpha=None, c=None):
             label = np.argmax(rng.uniform() <= cumulative[k])
             if amount[label] > 0:
                 break
-            amount[label] = len(where[label])
+            amount[label] = len(places[label])
         amount[label] -= 1
-        parts[k].append(order[where[label][amount[label]]])
+        parts[k].append(order[places[label][amount[label]]])
     return parts
 
 
@@ -281,7 +281,7 @@ CIFAR10 = np.arange(50_000) % 10  # any order: the totals depend on the class si
     ],
 )
 def test_fl_simulator_totals_of_the_official_program(seed, totals):
-    """What its own code gives on CIFAR-10 with u = 0.1 and 100 clients."""
+    """They are what its own code gives on CIFAR-10 with u = 0.1 and 100 clients."""
     parts = FLSimDirichlet(0.1)(CIFAR10, 100, 10, seed)
     assert np.bincount(CIFAR10[np.concatenate(parts)]).tolist() == totals
 
@@ -305,7 +305,7 @@ def test_without_replacement_other_classes_come_last():
 
 
 @pytest.mark.parametrize(
-    ("classes", "each", "total", "held"),
+    ("classes", "per_class", "total", "held"),
     [
         (10, 5_000, 36_223, {362, 363}),
         (100, 500, 36_029, {360, 361}),
@@ -314,17 +314,17 @@ def test_without_replacement_other_classes_come_last():
     ],
     ids=["CIFAR-10", "CIFAR-100", "CINIC-10", "AG News"],
 )
-def test_fl_sam_totals(classes, each, total, held):
-    y = np.repeat(np.arange(classes), each)
+def test_fl_sam_totals(classes, per_class, total, held):
+    y = np.repeat(np.arange(classes), per_class)
     parts = FLSAMDirichlet(1.0)(y, 100, classes, 1)
     assert sum(map(len, parts)) == total
     assert {len(part) for part in parts} == held
-    assert np.bincount(y[np.concatenate(parts)])[[0, -1]].tolist() == [each, each // 2]
+    assert np.bincount(y[np.concatenate(parts)])[[0, -1]].tolist() == [per_class, per_class // 2]
 
 
 @pytest.mark.parametrize(("alpha", "classes", "share"), [(1, 8.6, 0.29), (0.1, 4.8, 0.59), (0.01, 2.6, 0.78)])
 def test_fl_sam_clients_of_the_official_program(alpha, classes, share):
-    """What its own code gives on CIFAR-10 with seed 1; other seeds differ in these digits."""
+    """They are what its own code gives on CIFAR-10 with seed 1; other seeds differ in these digits."""
     table = table_of(CIFAR10, FLSAMDirichlet(alpha)(CIFAR10, 100, 10, 1), 10)
     assert round((table > 0).sum(1).mean(), 1) == classes
     assert round((table.max(1) / table.sum(1)).mean(), 2) == share
@@ -353,7 +353,7 @@ def test_fl_sam_path(classes, n, r, size):
     [(10, 2000, 20, 0.02), (2, 400, 10, 0.4), (3, 90, 7, 0.3), (100, 300, 20, 0.1)],
 )
 def test_fl_sam_draws_as_the_official_loop(classes, n, clients, alpha):
-    """One try after another, as the official program; ours looks at many at once."""
+    """The official program takes one try after another; ours looks at many at once."""
     y, rng, lists, tried = np.arange(n) % classes, np.random.RandomState(3), [], []
     keep, partition = np.random.RandomState(3), FLSAMDirichlet(alpha, 1.0)
     kept = np.concatenate([keep.permutation(np.flatnonzero(y == c)) for c in range(classes)])
@@ -372,8 +372,8 @@ def test_fl_sam_draws_as_the_official_loop(classes, n, clients, alpha):
         lists += [np.concatenate(of_client) for of_client in zip(*parts, strict=True)]
         tried.append(tries)
     expected = np.array_split(np.concatenate(lists), clients)
-    for part, same in zip(partition(y, clients, classes, 3), expected, strict=True):
-        np.testing.assert_array_equal(part, same)
+    for part, want in zip(partition(y, clients, classes, 3), expected, strict=True):
+        np.testing.assert_array_equal(part, want)
     assert max(tried) > 1
 
 
@@ -419,13 +419,13 @@ vehicles_2: lawn_mower rocket streetcar tank tractor
 
 
 def test_coarse_labels_are_those_of_the_names():
-    of = {fine: line.split(":")[0] for line in SUPERCLASSES.split("\n") for fine in line.partition(":")[2].split()}
-    coarse = sorted(set(of.values()))
-    assert list(CIFAR100_COARSE) == [coarse.index(of[fine]) for fine in sorted(of)]
+    parents = {fine: line.split(":")[0] for line in SUPERCLASSES.split("\n") for fine in line.partition(":")[2].split()}
+    coarse = sorted(set(parents.values()))
+    assert list(CIFAR100_COARSE) == [coarse.index(parents[fine]) for fine in sorted(parents)]
 
 
 def test_pam_statistics():
-    """Against an independent program of the rule (2 seeds): 21.8 classes, 6.6 coarse labels, largest share 0.53."""
+    """An independent program of the rule (2 seeds) has 21.8 classes, 6.6 coarse labels, largest share 0.53."""
     y, coarse = np.repeat(np.arange(100), 500), np.array(CIFAR100_COARSE)
     parts = PAM()(y, 500, 100, 0)
     fine, rough = table_of(y, parts, 100), table_of(coarse[y], parts, 20)
@@ -436,7 +436,7 @@ def test_pam_statistics():
 
 
 def test_used_up_class_leaves_its_coarse_share():
-    """Two coarse labels with equal shares, one with a class of a single sample: the other class takes its place."""
+    """Of two coarse labels with equal shares, one has a class of a single sample: the other class takes its place."""
     y = np.repeat([0, 1, 2, 3], [1, 999, 500, 500])
     [part, _] = PAM(alpha=1e6, beta=1e6, coarse=[0, 0, 1, 1])(y, 2, 4, 0)
     counts = np.bincount(y[part], minlength=4)
@@ -668,7 +668,7 @@ def test_given_is_checked():
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """Output and files of a process of its own on the digits."""
+    """Returns output and files of a process of its own on the digits."""
     out = tmp_path_factory.mktemp("shown") / "figures"
     args = ["data", f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--data.num_clients=20", f"--out={out}"]
     with forked(*args, cwd=out.parent) as child:
@@ -732,13 +732,13 @@ def test_partitions_below_each_other_say_how_they_differ():
     first, bars, *_ = axes = [axes for axes in heat_maps(panels).axes if axes.get_label() != "<colorbar>"]
     assert first.get_title() == "even: 2 classes a client, class sizes deviate by 0"
     assert axes[2].get_title() == "tail: 1.5 classes a client, class sizes deviate by 5"
-    assert [[bar.get_width() for bar in of.patches] for of in (bars, axes[3])] == [[20, 20], [12, 2]]
+    assert [[bar.get_width() for bar in panel.patches] for panel in (bars, axes[3])] == [[20, 20], [12, 2]]
 
 
 def test_heat_map_of_very_many_clients():
     counts = numpy_generator(0, "test").integers(0, 3, (1262, 120))
-    found = Histogram("class", [*map(str, range(120))], counts)
-    assert heat_map(found).axes[0].images[0].get_array().shape == (120, 1262)
+    table = Histogram("class", [*map(str, range(120))], counts)
+    assert heat_map(table).axes[0].images[0].get_array().shape == (120, 1262)
 
 
 def test_own_partition_of_the_documentation(tmp_path, monkeypatch, capsys):
@@ -746,8 +746,8 @@ def test_own_partition_of_the_documentation(tmp_path, monkeypatch, capsys):
     [code] = re.findall(r"```python\n(# my_partitions.py\n.*?)```", page, re.DOTALL)
     (tmp_path / "my_partitions.py").write_text(code)
     y = labels_of([20] * 5)
-    own = runpy.run_path(str(tmp_path / "my_partitions.py"))["OneLess"]()
-    table = table_of(y, own(y, 7, 5, 0), 5)
+    partition = runpy.run_path(str(tmp_path / "my_partitions.py"))["OneLess"]()
+    table = table_of(y, partition(y, 7, 5, 0), 5)
     assert all(row[k % 5] == 0 for k, row in enumerate(table)) and table.sum() == 100
     monkeypatch.chdir(tmp_path)
     cli("data", "--data=Digits", "--data.num_clients=4", "--data.partition=my_partitions.OneLess")
@@ -788,11 +788,11 @@ def test_an_alpha_that_vanishes_is_refused():
     assert sorted(np.concatenate(Dirichlet(1e-320)(y, 10, 10, 0))) == list(range(200))
 
 
-@pytest.mark.parametrize("found", [None, {0: np.arange(3)}, [np.array([0.0, 1.0])], [[True, False]], [3]])
-def test_what_is_no_list_of_indices_is_refused(found: Any) -> None:
+@pytest.mark.parametrize("parts", [None, {0: np.arange(3)}, [np.array([0.0, 1.0])], [[True, False]], [3]])
+def test_what_is_no_list_of_indices_is_refused(parts: Any) -> None:
     class Mine(Partition):
         def split(self, labels: Any, num_clients: int, num_classes: int, seed: int) -> Any:
-            return found
+            return parts
 
     with pytest.raises(
         UserError, match=r"^Mine\.split: give a list of index arrays, whole numbers, one for each client$"

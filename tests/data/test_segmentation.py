@@ -39,7 +39,7 @@ MAPS = RNG.integers(0, 34, (12, *SIZE), dtype=np.uint8)
 
 
 def cityscapes(root: Path, **kwargs: Any) -> Cityscapes:
-    """Ten scenes of three clients, two of another city to test; the second list sorts behind the tenth as a word."""
+    """Writes ten scenes of three clients, two of another city to test; as a word list 2 sorts behind list 10."""
     pairs = []
     for i in range(12):
         city = "train/ulm/ulm" if i < 10 else "val/bonn/bonn"
@@ -115,22 +115,22 @@ def test_idda_has_seen_and_unseen_domains(tmp_path: Path) -> None:
         assert value == pytest.approx(iou(logits.argmax(1)[part], y[part], 16))
 
 
-def iou(found: Tensor, true: Tensor, classes: int) -> float:
-    """Pixel by pixel."""
+def iou(predicted: Tensor, true: Tensor, classes: int) -> float:
+    """Computes the mean over classes, pixel by pixel."""
     counts = true != 255
     values = []
     for c in range(classes):
-        either = (((found == c) | (true == c)) & counts).sum()
+        either = (((predicted == c) | (true == c)) & counts).sum()
         if (true == c).any():
-            values.append(float(((found == c) & (true == c)).sum() / either))
+            values.append(float(((predicted == c) & (true == c)).sum() / either))
     return float(np.mean(values))
 
 
 def test_mean_iou_counts_classes_that_occur() -> None:
     true = torch.tensor([[[0, 0, 1, 255]]])
-    found = torch.tensor([[[0, 2, 1, 2]]])  # class 2 is found, but never there
+    predicted = torch.tensor([[[0, 2, 1, 2]]])  # class 2 is found, but never there
     metric = MeanIoU(4)
-    metric.update(F.one_hot(found, 4).movedim(-1, 1).float(), true)
+    metric.update(F.one_hot(predicted, 4).movedim(-1, 1).float(), true)
     assert float(metric.compute()) == pytest.approx((1 / 2 + 1) / 2)
 
 
@@ -157,7 +157,7 @@ def train(data: Any, objective: LocalObjective, engine: str, folder: Path) -> Ru
 
 @pytest.mark.slow
 def test_engines_agree(tmp_path: Path) -> None:
-    """Auxiliary heads, the hardest pixels, SAM, and augmentation of images with their maps."""
+    """They do with auxiliary heads, the hardest pixels, SAM, and augmentation of images with their maps."""
 
     def run(engine: str) -> Run:
         data = cityscapes(tmp_path, augment=ScaledCrop((8, 12), (0.5, 1.5), jitter=0.4))
@@ -209,8 +209,8 @@ def cropped(augment: ScaledCrop, seed: int = 0) -> tuple[Tensor, dict[str, Tenso
 
 
 def test_scale_one_is_a_plain_crop() -> None:
-    whole, _ = cropped(ScaledCrop((16, 24), (1.0, 1.0), flip=False))
-    assert torch.equal(whole, SCENES)
+    full, _ = cropped(ScaledCrop((16, 24), (1.0, 1.0), flip=False))
+    assert torch.equal(full, SCENES)
     out, _ = cropped(ScaledCrop((8, 10), (1.0, 1.0), flip=False))
     for image, result in zip(SCENES, out, strict=True):
         fits = [
@@ -221,7 +221,7 @@ def test_scale_one_is_a_plain_crop() -> None:
 
 @pytest.mark.parametrize("scale", [0.6, 1.0, 1.7])
 def test_rescaled_is_resize_pad_and_crop(scale: float) -> None:
-    """As FedDrive does it for Cityscapes, one image after another."""
+    """It is what FedDrive does for Cityscapes, one image after another."""
     augment = ScaledCrop((14, 20), (scale, scale), flip=False)
     out, drawn = cropped(augment)
     height, width = (int(np.ceil(n * scale)) for n in (16, 24))
@@ -231,10 +231,10 @@ def test_rescaled_is_resize_pad_and_crop(scale: float) -> None:
         label = F.interpolate(raw[:, 3:], (height, width), mode="nearest-exact")
         pads = [(want - have) // 2 + 1 if have < want else 0 for want, have in ((14, height), (20, width))]
         sides = [pads[1], pads[1], pads[0], pads[0]]
-        whole = torch.cat([F.pad(rgb, sides), F.pad(label, sides, value=255)], 1)[0]
-        top = int(place[0] * (whole.shape[1] - 14))
-        left = int(place[1] * (whole.shape[2] - 20))
-        want = whole[:, top : top + 14, left : left + 20]
+        padded = torch.cat([F.pad(rgb, sides), F.pad(label, sides, value=255)], 1)[0]
+        top = int(place[0] * (padded.shape[1] - 14))
+        left = int(place[1] * (padded.shape[2] - 20))
+        want = padded[:, top : top + 14, left : left + 20]
         assert (result[:3].float() - want[:3]).abs().max() <= 1  # a half may be rounded either way
         assert (result[3] == want[3]).float().mean() > 0.9  # or lie between two pixels
         if scale < 1:
@@ -246,9 +246,9 @@ def test_area_takes_parts_of_the_image() -> None:
     drawn = augment.draw([400], torch.Generator().manual_seed(0))
     (top, left), (height, width) = (v.T for v in augment._parts(16, 24, drawn))
     assert (top >= 0).all() and (left >= 0).all() and (top + height <= 16).all() and (left + width <= 24).all()
-    whole = (height == 16) & (width == 21)  # the central part of aspect 4/3
-    assert 0 < whole.sum() < 400 and (left[whole] == 1).float().mean() > 0.9
-    area, aspect = (height * width / 384)[~whole], (width / height)[~whole]
+    full = (height == 16) & (width == 21)  # the central part of aspect 4/3
+    assert 0 < full.sum() < 400 and (left[full] == 1).float().mean() > 0.9
+    area, aspect = (height * width / 384)[~full], (width / height)[~full]
     assert area.min() > 0.17 and area.max() <= 1 and aspect.min() > 0.65 and aspect.max() < 1.5
     ramp = torch.arange(24, dtype=torch.uint8).expand(400, 4, 16, 24)
     out = augment(ramp, drawn)
@@ -280,8 +280,8 @@ def test_flip_and_jitter() -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.augment = Augment: ignores label maps; use ScaledCrop or null"):
         Cityscapes(augment=Augment())
-    there = "heterogeneous/train, heterogeneous/test, leftImg8bit, gtFine, from https://github.com/Erosinho13"
-    with pytest.raises(UserError, match=rf"^data.data_dir = '[^']*': 'heter[^']*' is missing; expected there {there}"):
+    paths = "heterogeneous/train, heterogeneous/test, leftImg8bit, gtFine, from https://github.com/Erosinho13"
+    with pytest.raises(UserError, match=rf"^data.data_dir = '[^']*': 'heter[^']*' is missing; expected there {paths}"):
         Cityscapes(str(tmp_path)).setup()
     data = cityscapes(tmp_path)
     data.setup()

@@ -34,7 +34,7 @@ SETTINGS = {"num_clients": 4, "batch_size": 5, "augment": Augment(1), "mean": [0
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """PNG files of two sizes in three classes."""
+    """Writes PNG files of two sizes in three classes."""
     root = tmp_path_factory.mktemp("pictures")
     for part, n in (("train", 48), ("test", 12)):
         for i in range(n):
@@ -45,7 +45,7 @@ def pictures(tmp_path_factory):
 
 
 def make(kind, pictures, folder, streamed):
-    """The same data, streamed or not."""
+    """Returns the same data, streamed or not."""
     if kind == "files":
         return ImageFolder(str(pictures), 8, stream=streamed, workers=2, val_fraction=0.25, **SETTINGS)
     arrays = {"x_train": X, "y_train": Y, "x_test": X[:12], "y_test": Y[:12]}
@@ -77,7 +77,7 @@ def fit(data, tmp_path, engine="sequential", **kwargs):
 
 
 def readers():
-    """Threads that read samples."""
+    """Returns threads that read samples."""
     return {t for t in threading.enumerate() if t.name.startswith("samples")}
 
 
@@ -109,13 +109,13 @@ def test_clients_that_fail_are_the_same_with_streamed_samples(pictures, tmp_path
 @pytest.mark.parametrize("kind", ["files", "memory map", "host memory"])
 def test_all_batches_are_the_same_to_the_bit(kind, pictures, tmp_path):
     streamed, resident = (make(kind, pictures, tmp_path, s) for s in (True, False))
-    each = []
+    passes = []
     for data in (streamed, resident):
         data.setup()
         batches = [*data.train_dataloader(), *data.val_dataloader(), *data.test_dataloader()]
         batches += [*data.eval_batches(data.clients[1]), *data.eval_batches([3, 1, 3]), *data.eval_batches("train")]
-        each.append([*batches, *data.client_batches(0, 3, None, generator(0, "batches"), torch.float64)])
-    for (x, y), (want_x, want_y) in zip(*each, strict=True):
+        passes.append([*batches, *data.client_batches(0, 3, None, generator(0, "batches"), torch.float64)])
+    for (x, y), (want_x, want_y) in zip(*passes, strict=True):
         assert torch.equal(x, want_x) and torch.equal(y, want_y)
         assert x.stride() == want_x.stride()
     assert torch.equal(streamed.sample_indices(9), resident.sample_indices(9))
@@ -151,7 +151,7 @@ def counted(ahead, monkeypatch, **kwargs):
 
 
 def settle(data, n):
-    """Wait until n samples have been asked for; no further ones come."""
+    """Waits until n samples have been asked for; no further ones come."""
     deadline = time.monotonic() + 300
     while len(data.train.reads) < n and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -191,7 +191,7 @@ def test_next_clients_are_read_meanwhile_and_kept(monkeypatch):
 
 @pytest.mark.parametrize("how", ["broken off", "evaluation", "stopped"])
 def test_what_is_broken_off_reads_no_more(how, monkeypatch):
-    others = readers()
+    earlier = readers()
     data = counted(40, monkeypatch)
     if how == "evaluation":
         data.eval_batch_size = 4
@@ -210,9 +210,9 @@ def test_what_is_broken_off_reads_no_more(how, monkeypatch):
         batches.close()
     del data, batches
     deadline = time.monotonic() + 300
-    while readers() - others and time.monotonic() < deadline:
+    while readers() - earlier and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not readers() - others
+    assert not readers() - earlier
 
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
@@ -220,13 +220,13 @@ def test_a_broken_image_is_told_in_one_line(engine, pictures, tmp_path):
     data = ImageFolder(str(pictures), 8, stream=True, workers=2, **SETTINGS)
     data.setup()
     path = sorted(pictures.glob("train/*/*.png"))[int(data.clients[0][0])]
-    whole = path.read_bytes()
+    content = path.read_bytes()
     path.write_bytes(b"rubbish")
     try:
         with pytest.raises(UserError, match=rf"^data.root = '{path}' is not a readable image [^\n]*; replace it$"):
             fit(data, tmp_path, engine, seed=1)
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(content)
     fit(ImageFolder(str(pictures), 8, stream=True, **SETTINGS), tmp_path, engine)  # nothing is left in the way
 
 

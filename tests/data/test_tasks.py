@@ -64,7 +64,7 @@ def fit(
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 @pytest.mark.parametrize("task", ["regression", "multilabel"])
 def test_a_step_and_the_metrics_in_closed_form(task: str, engine: str, tmp_path: Path) -> None:
-    """Full batches of clients of equal size: the mean of their steps is the step on all data."""
+    """For full batches of clients of equal size, the mean of their steps is the step on all data."""
     net = nn.Linear(3, 2)
     w, b = (p.detach().double().numpy().copy() for p in net.parameters())
     data = arrays(tmp_path, task, batch_size=None)
@@ -77,16 +77,16 @@ def test_a_step_and_the_metrics_in_closed_form(task: str, engine: str, tmp_path:
     np.testing.assert_allclose(run.global_model.numpy(), want, rtol=0, atol=1e-12)
     z = X[30:] @ want[:6].reshape(2, 3).T + want[6:]
     if task == "regression":
-        found = {"mae": np.abs(z - NUMBERS[30:]).mean(), "loss": np.square(z - NUMBERS[30:]).mean()}
+        expected = {"mae": np.abs(z - NUMBERS[30:]).mean(), "loss": np.square(z - NUMBERS[30:]).mean()}
     else:
-        right, y = ((z > 0) & (TAGS[30:] == 1)).sum(), TAGS[30:]
-        found = {"f1": 2 * right / ((z > 0).sum() + y.sum()), "loss": (np.logaddexp(0, z) - y * z).mean()}
-    for name, value in found.items():
+        hits, y = ((z > 0) & (TAGS[30:] == 1)).sum(), TAGS[30:]
+        expected = {"f1": 2 * hits / ((z > 0).sum() + y.sum()), "loss": (np.logaddexp(0, z) - y * z).mean()}
+    for name, value in expected.items():
         assert run.metrics[f"server/test/{name}"] == pytest.approx(value, rel=1e-6)
 
 
 def test_metrics_of_many_samples_keep_their_digits(tmp_path: Path) -> None:
-    """Numbers far from zero: float32 loses all digits of R², and the sixth of the mean absolute error."""
+    """For numbers far from zero float32 loses all digits of R², and the sixth of the mean absolute error."""
     x = RNG.normal(size=(100_000, 1)).astype(np.float32)
     y = (1000 + x).astype(np.float32)
     data = Arrays(client_arrays=[(x[:9], y[:9])], test=(x, y), task="regression", batch_size=None)
@@ -123,13 +123,13 @@ def test_numbers_are_columns_and_samples_have_no_class(tmp_path: Path) -> None:
 
 def test_the_partition_of_numbers_speaks_of_no_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_partition(arrays(tmp_path, "regression"), str(tmp_path / "out"))
-    said = capsys.readouterr().out
-    assert "3 clients, 30 samples" in said and "class" not in said
+    output = capsys.readouterr().out
+    assert "3 clients, 30 samples" in output and "class" not in output
     assert (tmp_path / "out" / "clients.csv").read_text().splitlines() == ["client,samples", "0,10", "1,10", "2,10"]
 
 
 @pytest.mark.parametrize(
-    ("task", "y", "whole"),
+    ("task", "y", "totals"),
     [
         ("regression", NUMBERS, [3] * 10),
         ("regression", np.full(40, 1e9), [30]),
@@ -137,19 +137,19 @@ def test_the_partition_of_numbers_speaks_of_no_class(tmp_path: Path, capsys: pyt
     ],
     ids=["tenths", "equal numbers", "labels"],
 )
-def test_partitions_are_counted_by_the_targets(task: str, y: Any, whole: list[int], tmp_path: Path) -> None:
-    """Samples of each client in tenths by the first value, or with each label."""
+def test_partitions_are_counted_by_the_targets(task: str, y: Any, totals: list[int], tmp_path: Path) -> None:
+    """Samples of each client are counted in tenths by the first value, or with each label."""
     data = arrays(tmp_path, task, y)
     data.setup()
-    found = histogram(data)
-    edges = np.sort(y[:30].reshape(30, -1)[:, 0])[[*range(0, 30, 30 // len(whole)), 29]]
-    for part, row in zip(data.clients, found.counts, strict=True):
+    table = histogram(data)
+    edges = np.sort(y[:30].reshape(30, -1)[:, 0])[[*range(0, 30, 30 // len(totals)), 29]]
+    for part, row in zip(data.clients, table.counts, strict=True):
         held = data.y_train[part].double().numpy()
-        wanted = held.sum(0) if task == "multilabel" else np.histogram(held[:, 0], edges)[0] if len(whole) > 1 else [10]
-        assert row.tolist() == list(wanted)
-    assert found.counts.sum(0).tolist() == whole and len({*found.names}) == len(whole)
-    axes = heat_map(found).axes[0]
-    assert axes.get_ylabel() == found.unit and [tick.get_text() for tick in axes.get_yticklabels()] == found.names
+        want = held.sum(0) if task == "multilabel" else np.histogram(held[:, 0], edges)[0] if len(totals) > 1 else [10]
+        assert row.tolist() == list(want)
+    assert table.counts.sum(0).tolist() == totals and len({*table.names}) == len(totals)
+    axes = heat_map(table).axes[0]
+    assert axes.get_ylabel() == table.unit and [tick.get_text() for tick in axes.get_yticklabels()] == table.names
 
 
 class Flat(nn.Linear):

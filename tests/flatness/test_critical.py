@@ -48,20 +48,20 @@ def take(outputs: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("first", [1e-3, 0.7, 50.0])
 def test_quadratics(first: float) -> None:
-    """2 / lambda along an eigenvector, the Rayleigh quotient along the gradient; s D has s times the sharpness."""
+    """Along an eigenvector it is 2 / lambda, along the gradient the Rayleigh quotient; s D is s times as sharp."""
     draw = torch.Generator().manual_seed(0)
     h, c = torch.tensor([5.0, 2, 1, 0.1]).double(), torch.randn(4, generator=draw, dtype=torch.float64)
     model, data = Quadratic(h, c), [(torch.zeros(3, 1), torch.zeros(3))]
     options: dict[str, Any] = {"first": first, "tol": 1e-7}
     for i in range(4):
         e = torch.eye(4, dtype=torch.float64)[i] * -c[i] * h[i]  # a gradient
-        found = critical_rate(model, take, data, e, **options)
-        assert found.rate == pytest.approx(2 / float(h[i]), rel=1e-6)
-        assert found.lo <= 2 / float(h[i]) * (1 + 1e-12) and 2 / float(h[i]) <= found.hi * (1 + 1e-12)
+        crossing = critical_rate(model, take, data, e, **options)
+        assert crossing.rate == pytest.approx(2 / float(h[i]), rel=1e-6)
+        assert crossing.lo <= 2 / float(h[i]) * (1 + 1e-12) and 2 / float(h[i]) <= crossing.hi * (1 + 1e-12)
     g = gradient(model, take, data)
     rayleigh = float(g @ (h * g) / (g @ g))
-    found = critical_rate(model, take, data, g, **options)
-    assert found.sharpness == pytest.approx(rayleigh, rel=1e-6) and found.sharpness <= 5
+    crossing = critical_rate(model, take, data, g, **options)
+    assert crossing.sharpness == pytest.approx(rayleigh, rel=1e-6) and crossing.sharpness <= 5
     assert critical_rate(model, take, data, 3 * g, **options).sharpness == pytest.approx(3 * rayleigh, rel=1e-6)
     w = model.w.detach().clone()
     assert torch.equal(model.w, w)
@@ -69,7 +69,7 @@ def test_quadratics(first: float) -> None:
 
 @pytest.fixture
 def problem(golden: Golden) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """Net and data of the golden problem, the model of FedAvg after six rounds, and the gradient there."""
+    """Returns net and data of the golden problem, the model of FedAvg after six rounds, and the gradient there."""
     net = golden.net().double()
     data = [(torch.from_numpy(x).double(), torch.from_numpy(y)) for x, y in golden.arrays]
     w = torch.from_numpy(trajectory("fedsam__FedAvg")["global"][6])
@@ -90,20 +90,20 @@ def problem(golden: Golden) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Ten
 def test_brackets_of_the_spec(
     problem: Any, golden: Golden, at: str, first: float, bracket: Any, evaluations: int, exact: float
 ) -> None:
-    """Those of an independent implementation, with its numbers of evaluations."""
+    """They are those of an independent implementation, with its numbers of evaluations."""
     net, data, w, g = problem
     if at == "initial":
         w = torch.cat([p.detach().double().flatten() for p in golden.net().parameters()])
         g = gradient(net, CE, data, w)
-    found = critical_rate(net, CE, data, g, w, first=first)
-    assert (found.lo, found.hi, found.evaluations) == (
+    crossing = critical_rate(net, CE, data, g, w, first=first)
+    assert (crossing.lo, crossing.hi, crossing.evaluations) == (
         pytest.approx(bracket[0]),
         pytest.approx(bracket[1]),
         evaluations,
     )
-    assert found.lo <= exact <= found.hi
+    assert crossing.lo <= exact <= crossing.hi
     assert critical_rate(net, CE, data, g, w, tol=1e-9).rate == pytest.approx(exact, abs=1e-8)
-    assert critical_rate(net, CE, data, g, w, first=found.rate).evaluations <= 7  # a warm start
+    assert critical_rate(net, CE, data, g, w, first=crossing.rate).evaluations <= 7  # a warm start
 
 
 def test_a_loss_that_rises_at_once(problem: Any) -> None:
@@ -113,8 +113,8 @@ def test_a_loss_that_rises_at_once(problem: Any) -> None:
         v, uphill = w.to(dtype), -g.to(dtype)
         batches = [(x.to(dtype), y) for x, y in data]
         for first in (1e-3, 1.0):
-            found = critical_rate(net.to(dtype), CE, batches, uphill, v, first=first)
-            assert (found.rate, found.sharpness) == (0.0, math.inf)
+            crossing = critical_rate(net.to(dtype), CE, batches, uphill, v, first=first)
+            assert (crossing.rate, crossing.sharpness) == (0.0, math.inf)
         known = critical_rate(net, CE, batches, uphill, v, slope=float(g @ -g))
         assert known.rate == known.evaluations == 0
 
@@ -132,27 +132,27 @@ CASES: list[tuple[Callable[[float], float], float, float]] = [
 @pytest.mark.parametrize("first", [1e-3, 0.5, 2.0, 7.0])
 @pytest.mark.parametrize(("value", "lo", "hi"), CASES)
 def test_functions_of_a_rate(value: Callable[[float], float], lo: float, hi: float, first: float) -> None:
-    found = search(value, first, 1e-6)
+    crossing = search(value, first, 1e-6)
     if math.isinf(hi):
-        assert math.isinf(found.hi) and found.rate == found.lo > first
+        assert math.isinf(crossing.hi) and crossing.rate == crossing.lo > first
         assert search(value, first, 1e-6, highest=100 * first).lo < 300 * first
     else:
-        assert (found.lo, found.hi) == (pytest.approx(lo, rel=2e-6), pytest.approx(hi, rel=2e-6))
+        assert (crossing.lo, crossing.hi) == (pytest.approx(lo, rel=2e-6), pytest.approx(hi, rel=2e-6))
 
 
 # In runs
 
 
-def digits(folder: Path, rounds: int = 4, measure: CriticalSharpness | None = None, **trainer: Any) -> Any:
+def digits(folder: Path, rounds: int = 4, measure: CriticalSharpness | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
     data = Digits(num_clients=10, partition=Dirichlet(alpha=1.0), batch_size=16)
     monitor = FlatnessMonitor(every_n_rounds=2, metrics=[measure or CriticalSharpness(clients=2, tol=1e-6)])
-    made = FederatedTrainer(
+    trainer = FederatedTrainer(
         max_rounds=rounds, clients_per_round=4, engine="sequential", precision="64-true", accelerator="cpu",
         enable_progress_bar=False, default_root_dir=str(folder), callbacks=[monitor, Checkpoints(every_n_rounds=2)],
-        **trainer.pop("settings", {}),
+        **options.pop("settings", {}),
     )  # fmt: skip
-    return made.fit(FedAvg(net=DigitsMLP(), optimizer=SGD(0.2)), data, **trainer)
+    return trainer.fit(FedAvg(net=DigitsMLP(), optimizer=SGD(0.2)), data, **options)
 
 
 def test_along_the_updates_of_a_round(tmp_path: Path) -> None:
@@ -173,11 +173,11 @@ def test_along_the_updates_of_a_round(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_measures_the_same(tmp_path: Path) -> None:
-    """With the rates at which the searches begin."""
-    whole = digits(tmp_path / "whole", rounds=6, measure=CriticalSharpness(clients=2))
+    """It keeps the rates at which the searches begin."""
+    uninterrupted = digits(tmp_path / "whole", rounds=6, measure=CriticalSharpness(clients=2))
     digits(tmp_path / "broken", rounds=4, measure=CriticalSharpness(clients=2))
-    again = digits(tmp_path / "broken", rounds=6, measure=CriticalSharpness(clients=2), ckpt_path="last")
-    a, b = (read_metrics(run.folder.metrics) for run in (whole, again))
+    resumed = digits(tmp_path / "broken", rounds=6, measure=CriticalSharpness(clients=2), ckpt_path="last")
+    a, b = (read_metrics(run.folder.metrics) for run in (uninterrupted, resumed))
     names = {name for name in a if "critical" in name}
     assert names and all(a[name] == b[name] for name in names)
 

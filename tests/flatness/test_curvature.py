@@ -60,7 +60,7 @@ NETS = [mlp, cnn, vit]
 
 
 def dense(net: nn.Module, batches: Data) -> Tensor:
-    """Row after row by double backward; torch.func.hessian is wrong for layer_norm with weights in torch 2.15."""
+    """Takes rows by double backward; torch.func.hessian is wrong for layer_norm with weights in torch 2.15."""
     spec = FlatSpec(net)
     x, y = (torch.cat(part) for part in zip(*batches(), strict=True))
 
@@ -76,8 +76,8 @@ def two_peaks(n: int = 200) -> Tensor:
     return symmetric([50.0, 20.0, -30.0, *torch.linspace(-1, 1, n - 3).tolist()])
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).abs() / exact.abs()).max().item()
+def relative_error(values: Tensor, exact: Tensor) -> float:
+    return ((values - exact).abs() / exact.abs()).max().item()
 
 
 @pytest.mark.sampled(quick=3)
@@ -87,16 +87,16 @@ def test_spectrum_of_small_nets(make: Callable[[], nn.Module], basis: int | None
     net, batches, k = make(), data((5, 7)), 6
     h = dense(net, batches)
     values, vectors = torch.linalg.eigh(h)
-    found = spectrum(hessian(net, CE, batches), k=k, basis=basis, iterations=500, tol=1e-6, vectors=True)
-    assert found.converged and found.vectors is not None
-    assert basis is None or found.iterations > basis
-    assert relative_error(found.values, values[-k:].flip(0)) < 1e-10
-    explicit = (found.vectors @ h - found.values[:, None] * found.vectors).norm(dim=1) / found.values
-    torch.testing.assert_close(found.residuals, explicit, rtol=1e-4, atol=1e-12)
-    overlap = (found.vectors * vectors[:, -k:].T.flip(0)).sum(1).abs()
+    pairs = spectrum(hessian(net, CE, batches), k=k, basis=basis, iterations=500, tol=1e-6, vectors=True)
+    assert pairs.converged and pairs.vectors is not None
+    assert basis is None or pairs.iterations > basis
+    assert relative_error(pairs.values, values[-k:].flip(0)) < 1e-10
+    explicit = (pairs.vectors @ h - pairs.values[:, None] * pairs.vectors).norm(dim=1) / pairs.values
+    torch.testing.assert_close(pairs.residuals, explicit, rtol=1e-4, atol=1e-12)
+    overlap = (pairs.vectors * vectors[:, -k:].T.flip(0)).sum(1).abs()
     torch.testing.assert_close(overlap, torch.ones(k, dtype=torch.float64), rtol=1e-8, atol=0)
-    torch.testing.assert_close(found.vectors @ found.vectors.T, torch.eye(k, dtype=torch.float64), rtol=0, atol=1e-10)
-    assert found.ratio(5) == pytest.approx((values[-1] / values[-5]).item(), rel=1e-9)
+    torch.testing.assert_close(pairs.vectors @ pairs.vectors.T, torch.eye(k, dtype=torch.float64), rtol=0, atol=1e-10)
+    assert pairs.ratio(5) == pytest.approx((values[-1] / values[-5]).item(), rel=1e-9)
 
 
 @pytest.mark.sampled(quick=3)
@@ -105,12 +105,12 @@ def test_spectrum_of_small_nets(make: Callable[[], nn.Module], basis: int | None
 def test_trace_is_within_its_error(make: Callable[[], nn.Module], method: Any) -> None:
     net, batches = make(), data((5, 7))
     exact = dense(net, batches).trace().item()
-    found = [trace(hessian(net, CE, batches), method=method, samples=30, seed=seed) for seed in range(6)]
-    assert all(estimate.samples == 30 for estimate in found)
-    for estimate in found:
+    estimates = [trace(hessian(net, CE, batches), method=method, samples=30, seed=seed) for seed in range(6)]
+    assert all(estimate.samples == 30 for estimate in estimates)
+    for estimate in estimates:
         assert abs(estimate.value - exact) <= 4 * estimate.error + 1e-12
     # nor is the error overstated: of 6 normal deviations the root mean square is below 0.3 once in 400 times
-    deviations = torch.tensor([(e.value - exact) / e.error for e in found])
+    deviations = torch.tensor([(e.value - exact) / e.error for e in estimates])
     assert deviations.square().mean().sqrt() > 0.3
 
 
@@ -123,30 +123,30 @@ def test_hutch_plus_plus_is_exact_for_low_rank_and_better_for_peaks() -> None:
         trace(hessian(peaks, output, data()), method=method, samples=30).error for method in ("hutch++", "hutchinson")
     ]  # type: ignore[arg-type]
     assert errors[0] < errors[1] / 2
-    whole = trace(hessian(Quadratic(symmetric([3.0, 1.0])), output, data()), samples=9)
-    assert whole.value == pytest.approx(4, rel=1e-12) and whole.error == 0
-    assert whole.samples == 2  # the directions span the space
+    exact = trace(hessian(Quadratic(symmetric([3.0, 1.0])), output, data()), samples=9)
+    assert exact.value == pytest.approx(4, rel=1e-12) and exact.error == 0
+    assert exact.samples == 2  # the directions span the space
 
 
 @pytest.mark.parametrize("make", [mlp, cnn])
 def test_density_of_small_nets(make: Callable[[], nn.Module]) -> None:
     net, batches = make(), data((5, 7))
     values = torch.linalg.eigvalsh(dense(net, batches))
-    found = density(hessian(net, CE, batches), probes=12, steps=20)
-    assert len(found.eigenvalues) > 2 and found.products <= 13 * 20
-    torch.testing.assert_close(found.weights.sum(1), torch.ones(12, dtype=torch.float64))
+    estimate = density(hessian(net, CE, batches), probes=12, steps=20)
+    assert len(estimate.eigenvalues) > 2 and estimate.products <= 13 * 20
+    torch.testing.assert_close(estimate.weights.sum(1), torch.ones(12, dtype=torch.float64))
     reach = values[-1].item()
-    nodes = torch.cat([found.eigenvalues, found.nodes.flatten()])
+    nodes = torch.cat([estimate.eigenvalues, estimate.nodes.flatten()])
     assert nodes.min() > values[0] - 1e-9 * reach and nodes.max() < values[-1] + 1e-9 * reach
     grid, sigma = torch.linspace(values[0].item() - 1, reach + 1, 2001, dtype=torch.float64), reach / 20
-    smooth = found(grid, sigma)
+    smooth = estimate(grid, sigma)
     assert torch.trapezoid(smooth, grid).item() == pytest.approx(1, rel=1e-6)
     exact = (torch.distributions.Normal(values, sigma).log_prob(grid[:, None])).exp().mean(1)
     assert torch.trapezoid((smooth - exact).abs(), grid) < 0.15  # of 2 at most
 
 
 def trained() -> tuple[nn.Module, Data]:
-    """A net whose largest eigenvalues stand apart, as those of trained nets do."""
+    """Returns a net whose largest eigenvalues stand apart, as those of trained nets do."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(27, 10), nn.Tanh(), nn.Linear(10, 3)).double()
     optimizer, ((x, y),) = torch.optim.SGD(net.parameters(), lr=0.3), data((60,))()
@@ -159,13 +159,13 @@ def trained() -> tuple[nn.Module, Data]:
 
 @pytest.mark.slow
 def test_default_density_has_its_moments_and_says_how_well() -> None:
-    """Eight seeds; six plain probes of the same cost have 11 and 16 % error in the second and third moment."""
+    """Over eight seeds, six plain probes of the same cost have 11 and 16 % error in the second and third moment."""
     matrix = dense(*trained())
     values = torch.linalg.eigvalsh(matrix)
-    found = [density(matrix, seed=seed) for seed in range(8)]
+    estimates = [density(matrix, seed=seed) for seed in range(8)]
     for p, most in ((1, 0.05), (2, 0.04), (3, 0.02)):
         exact = (values**p).mean().item()
-        moments = [each.moment(p) for each in found]
+        moments = [estimate.moment(p) for estimate in estimates]
         errors, stated = (torch.tensor(x) for x in zip(*((m.value - exact, m.error) for m in moments), strict=True))
         assert all(m.samples == 300 for m in moments)
         true = errors.square().mean().sqrt()
@@ -176,27 +176,27 @@ def test_default_density_has_its_moments_and_says_how_well() -> None:
 def test_density_is_exact_where_lanczos_finds_all() -> None:
     torch.manual_seed(0)
     for eigenvalues in ([5.0] * 6 + [1.0] * 6, torch.linspace(-2, 3, 40).tolist(), [0.0] * 7, [2.0]):
-        found = density(symmetric(eigenvalues), probes=2)
+        estimate = density(symmetric(eigenvalues), probes=2)
         expected = torch.tensor(sorted(eigenvalues), dtype=torch.float64)
-        torch.testing.assert_close(found.eigenvalues, expected, rtol=0, atol=1e-12)
-        second = found.moment(2)
+        torch.testing.assert_close(estimate.eigenvalues, expected, rtol=0, atol=1e-12)
+        second = estimate.moment(2)
         assert second.value == pytest.approx((expected**2).mean().item(), abs=1e-12) and second.error == 0
-        assert found.products == len(eigenvalues)
+        assert estimate.products == len(eigenvalues)
 
 
 def test_density_of_low_rank_wastes_no_products() -> None:
     torch.manual_seed(0)
-    found = density(symmetric([9.0, 4.0, -3.0] + [0.0] * 150))
-    assert found.moment(1).value == pytest.approx(10 / 153, rel=1e-9) and found.products == 50 + 5
-    assert found.moment(2).value == pytest.approx(106 / 153, rel=1e-9) and found.moment(2).error < 1e-20
+    estimate = density(symmetric([9.0, 4.0, -3.0] + [0.0] * 150))
+    assert estimate.moment(1).value == pytest.approx(10 / 153, rel=1e-9) and estimate.products == 50 + 5
+    assert estimate.moment(2).value == pytest.approx(106 / 153, rel=1e-9) and estimate.moment(2).error < 1e-20
 
 
 def test_density_of_a_probe_has_its_moments() -> None:
     """A quadrature of m nodes gives the moments of its own probe exactly up to order 2m - 1."""
     torch.manual_seed(0)
     a = symmetric(torch.linspace(-1, 2, 30).tolist())
-    found = density(hessian(Quadratic(a), output, data()), probes=1, steps=4)
-    assert len(found.eigenvalues) == 0 and math.isnan(found.moment(1).error)
+    estimate = density(hessian(Quadratic(a), output, data()), probes=1, steps=4)
+    assert len(estimate.eigenvalues) == 0 and math.isnan(estimate.moment(1).error)
     products: list[Tensor] = []
 
     def reduce(mine: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def test_density_of_a_probe_has_its_moments() -> None:
     power = v
     for p in range(1, 8):
         power = a @ power
-        assert found.moment(p).value == pytest.approx((v @ power).item(), rel=1e-9)
+        assert estimate.moment(p).value == pytest.approx((v @ power).item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -222,15 +222,15 @@ def test_density_of_a_probe_has_its_moments() -> None:
     ],
 )
 def test_residual_bounds_the_error(eigenvalues: Tensor, seed: int) -> None:
-    """Also of dense spectra, where the default stops some per mille too low."""
+    """It does also for dense spectra, where the default stops some per mille too low."""
 
     class Diagonal(Quadratic):
         def forward(self, x: Tensor) -> Tensor:
             return (self.a * self.w**2 / 2).sum().expand(len(x))
 
-    found = lambda_max(hessian(Diagonal(eigenvalues.double()[None].T[:, 0], torch.empty(0)), output, data()), seed=seed)
-    error = abs(found.value - eigenvalues.max().item()) / found.value
-    assert found.converged and error <= found.residual <= 1e-2
+    top = lambda_max(hessian(Diagonal(eigenvalues.double()[None].T[:, 0], torch.empty(0)), output, data()), seed=seed)
+    error = abs(top.value - eigenvalues.max().item()) / top.value
+    assert top.converged and error <= top.residual <= 1e-2
     assert eigenvalues.max() == 5 or error > 1e-5  # there is an error to bound
 
 
@@ -252,12 +252,12 @@ def test_known_spectra(eigenvalues: list[float], k: int, basis: int | None) -> N
     if basis is not None and basis < k + 2:
         basis = k + 2
     torch.manual_seed(3)
-    found = spectrum(
+    pairs = spectrum(
         hessian(Quadratic(symmetric(eigenvalues)), output, data()), k=k, basis=basis, tol=1e-8, iterations=2000
     )
     expected = torch.tensor(sorted(eigenvalues, reverse=True)[:k], dtype=torch.float64)
-    assert found.converged
-    torch.testing.assert_close(found.values, expected, rtol=1e-10, atol=1e-12)
+    assert pairs.converged
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("top", "dtype"), [(150.0, torch.float32), (1e4, torch.float32), (1e30, torch.float64)])
@@ -267,9 +267,9 @@ def test_residuals_know_the_rounding_of_the_largest_eigenvalue(top: float, dtype
     a = symmetric([top, 1.0, 1e-3, 1e-6, 1e-7, 0.0, 0.0, 0.0]).to(dtype)
     exact = torch.linalg.eigvalsh(a.double())
     for method in ("lanczos", "power"):
-        found = spectrum(a, k=6, method=method, iterations=1000)  # type: ignore[arg-type]
-        away = (exact - found.values[:, None]).abs().min(1).values
-        assert (away / found.values.abs() <= found.residuals).all()
+        pairs = spectrum(a, k=6, method=method, iterations=1000)  # type: ignore[arg-type]
+        distances = (exact - pairs.values[:, None]).abs().min(1).values
+        assert (distances / pairs.values.abs() <= pairs.residuals).all()
     first, second = (spectrum(a, k=k).converged for k in (1, 2))
     assert first and second == (top != 1e4)  # there 1 is known to 6 %; of 1e30 it is zero up to rounding
 
@@ -277,8 +277,8 @@ def test_residuals_know_the_rounding_of_the_largest_eigenvalue(top: float, dtype
 def test_zero_hessian() -> None:
     net = Quadratic(torch.zeros(8, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64))
     for method in ("lanczos", "power"):
-        found = spectrum(hessian(net, output, data()), k=3, method=method)  # type: ignore[arg-type]
-        assert found.converged and found.values.tolist() == [0, 0, 0] == found.residuals.tolist()
+        pairs = spectrum(hessian(net, output, data()), k=3, method=method)  # type: ignore[arg-type]
+        assert pairs.converged and pairs.values.tolist() == [0, 0, 0] == pairs.residuals.tolist()
     assert trace(hessian(net, output, data()), samples=9).value == 0
     assert density(hessian(net, output, data()), probes=2).eigenvalues.tolist() == [0] * 8
 
@@ -286,31 +286,31 @@ def test_zero_hessian() -> None:
 def test_power_iteration_goes_by_magnitude() -> None:
     torch.manual_seed(0)
     a = symmetric([9.0, -8.0, 5.0, 1.0, 0.5])
-    found = spectrum(
+    pairs = spectrum(
         hessian(Quadratic(a), output, data()), k=3, method="power", iterations=5000, tol=1e-13, vectors=True
     )
-    assert found.vectors is not None and found.converged
-    assert found.values.tolist() == pytest.approx([9, 5, -8], rel=1e-5)
-    explicit = (found.vectors @ a - found.values[:, None] * found.vectors).norm(dim=1) / found.values.abs()
-    torch.testing.assert_close(found.residuals, explicit, rtol=1e-6, atol=1e-12)
-    assert found.residuals.max() < 1e-4
+    assert pairs.vectors is not None and pairs.converged
+    assert pairs.values.tolist() == pytest.approx([9, 5, -8], rel=1e-5)
+    explicit = (pairs.vectors @ a - pairs.values[:, None] * pairs.vectors).norm(dim=1) / pairs.values.abs()
+    torch.testing.assert_close(pairs.residuals, explicit, rtol=1e-6, atol=1e-12)
+    assert pairs.residuals.max() < 1e-4
     short = spectrum(hessian(Quadratic(a), output, data()), k=3, method="power", iterations=4)
     assert (short.iterations, short.converged) == (12, False)
 
 
 def power_of_the_papers(a: Tensor, start: Tensor, k: int, steps: int, tol: float) -> list[float]:
-    """Deflation by the program of FedGloSS, written down again for a dense matrix."""
+    """Deflates as the program of FedGloSS does, for a dense matrix."""
     values, v = [], start
     for _ in range(k):
         last, v = 0.0, v / v.norm()
         for _ in range(steps):
             new = a @ v
             value = (v @ new).item()
-            found, v = v, new / new.norm()
+            vector, v = v, new / new.norm()
             if abs((value - last) / value) < tol:
                 break
             last = value
-        v = found
+        v = vector
         a = a - value * torch.outer(v, v)
         values.append(value)
     return sorted(values, reverse=True)
@@ -319,14 +319,14 @@ def power_of_the_papers(a: Tensor, start: Tensor, k: int, steps: int, tol: float
 def test_power_iteration_is_that_of_the_papers() -> None:
     torch.manual_seed(0)
     a = two_peaks(40)
-    found = spectrum(hessian(Quadratic(a), output, data()), k=3, method="power")
+    pairs = spectrum(hessian(Quadratic(a), output, data()), k=3, method="power")
     start = torch.randn(40, generator=generator(0, "spectrum"), dtype=torch.float64)
-    assert found.values.tolist() == pytest.approx(power_of_the_papers(a, start, 3, 20, 1e-4), rel=1e-8)
+    assert pairs.values.tolist() == pytest.approx(power_of_the_papers(a, start, 3, 20, 1e-4), rel=1e-8)
 
 
 @pytest.mark.slow
 def test_larger_net_beside_curvlinops_and_scipy() -> None:
-    """About 50,000 weights, by an independent Hessian and an independent eigensolver."""
+    """About 50,000 weights are measured by an independent Hessian and an independent eigensolver."""
     curvlinops, linalg = pytest.importorskip("curvlinops"), pytest.importorskip("scipy.sparse.linalg")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 700), nn.Tanh(), nn.Linear(700, 5)).double()
@@ -335,9 +335,9 @@ def test_larger_net_beside_curvlinops_and_scipy() -> None:
     assert 45_000 < FlatSpec(net).d < 55_000
     oracle = curvlinops.HessianLinearOperator(net, nn.CrossEntropyLoss(), list(net.parameters()), [(x, y)])
     exact = linalg.eigsh(oracle.to_scipy(), k=5, which="LA", return_eigenvectors=False, tol=1e-10)
-    found = spectrum(hessian(net, CE, lambda: [(x[:13], y[:13]), (x[13:], y[13:])]), k=5, tol=1e-5)
-    assert found.converged
-    assert relative_error(found.values, torch.from_numpy(exact).sort(descending=True)[0]) < 1e-6
+    pairs = spectrum(hessian(net, CE, lambda: [(x[:13], y[:13]), (x[13:], y[13:])]), k=5, tol=1e-5)
+    assert pairs.converged
+    assert relative_error(pairs.values, torch.from_numpy(exact).sort(descending=True)[0]) < 1e-6
 
 
 def test_restarts_bound_the_memory() -> None:
@@ -356,11 +356,11 @@ def test_restarts_bound_the_memory() -> None:
 def test_float32_is_as_good_as_float32() -> None:
     batches = data((5, 7))
     exact = spectrum(hessian(mlp(), CE, batches), k=5, tol=1e-8)
-    found = spectrum(
+    pairs = spectrum(
         hessian(mlp(torch.float32), CE, data((5, 7), torch.float32)), k=5, tol=1e-4, basis=12, vectors=True
     )
-    assert found.converged and found.vectors is not None and found.vectors.dtype == torch.float32
-    assert relative_error(found.values, exact.values) < 1e-5
+    assert pairs.converged and pairs.vectors is not None and pairs.vectors.dtype == torch.float32
+    assert relative_error(pairs.values, exact.values) < 1e-5
 
 
 @pytest.mark.sampled(quick=3)
@@ -371,14 +371,14 @@ def test_any_batch_size_gives_the_same(make: Callable[[], nn.Module]) -> None:
 
 
 def measures(net: nn.Module, batches: Data, **options: Any) -> list[Tensor]:
-    """Everything as tensors."""
-    found = spectrum(hessian(net, CE, batches, **options), k=4, basis=8, tol=1e-4)
+    """Returns everything as tensors."""
+    pairs = spectrum(hessian(net, CE, batches, **options), k=4, basis=8, tol=1e-4)
     power = spectrum(hessian(net, CE, batches, **options), k=2, method="power")
     smooth = density(hessian(net, CE, batches, **options), probes=2, steps=5)
     traces = [trace(hessian(net, CE, batches, **options), method=m, samples=9) for m in ("hutch++", "hutchinson")]  # type: ignore[arg-type]
     numbers = [x for t in traces for x in (t.value, t.error)]
     return [
-        found.values, found.residuals, power.values, smooth.nodes, smooth.weights,
+        pairs.values, pairs.residuals, power.values, smooth.nodes, smooth.weights,
         torch.tensor(numbers, dtype=torch.float64),
     ]  # fmt: skip
 
@@ -427,7 +427,7 @@ def test_nothing_is_touched() -> None:
 
 
 def after(products: int) -> Callable[[int, int], None]:
-    """Ctrl-C as it may come during a product."""
+    """Returns a callback that raises Ctrl-C, as it may come during a product."""
 
     def progress(done: int, most: int) -> None:
         assert done <= most
@@ -451,9 +451,9 @@ def test_interrupted_but_not_for_nothing() -> None:
 
     with pytest.raises(Interrupted) as stop:
         spectrum(hessian(net, CE, batches), k=4, method="power", progress=after(50))
-    whole = spectrum(hessian(net, CE, batches), k=4, method="power")
-    done = stop.value.partial.values
-    assert 1 <= len(done) < 4 and set(done.tolist()) < set(whole.values.tolist()) and not stop.value.partial.converged
+    full = spectrum(hessian(net, CE, batches), k=4, method="power")
+    kept = stop.value.partial.values
+    assert 1 <= len(kept) < 4 and set(kept.tolist()) < set(full.values.tolist()) and not stop.value.partial.converged
 
     with pytest.raises(Interrupted) as stop:
         trace(hessian(net, CE, batches), samples=30, method="hutchinson", progress=after(10))
@@ -472,8 +472,8 @@ def test_interrupted_but_not_for_nothing() -> None:
 
 def test_progress_counts_products() -> None:
     seen: list[tuple[int, int]] = []
-    found = spectrum(hessian(mlp(), CE, data()), k=2, iterations=40, progress=lambda *x: seen.append(x))
-    assert seen == [(i, 40) for i in range(1, found.iterations + 1)]
+    pairs = spectrum(hessian(mlp(), CE, data()), k=2, iterations=40, progress=lambda *x: seen.append(x))
+    assert seen == [(i, 40) for i in range(1, pairs.iterations + 1)]
     seen.clear()
     trace(hessian(mlp(), CE, data()), samples=12, progress=lambda *x: seen.append(x))
     assert seen == [(i, 12) for i in range(1, 13)]
@@ -483,8 +483,8 @@ def test_diverged_weights_give_nan() -> None:
     net = mlp()
     next(iter(net.parameters())).data[0, 0] = math.nan
     for method in ("lanczos", "power"):
-        found = spectrum(hessian(net, CE, data()), k=3, method=method, vectors=True)  # type: ignore[arg-type]
-        assert found.values.isnan().all() and found.residuals.isnan().all() and not found.converged
+        pairs = spectrum(hessian(net, CE, data()), k=3, method=method, vectors=True)  # type: ignore[arg-type]
+        assert pairs.values.isnan().all() and pairs.residuals.isnan().all() and not pairs.converged
     for estimator in ("hutch++", "hutchinson"):
         assert math.isnan(trace(hessian(net, CE, data()), method=estimator, samples=9).value)  # type: ignore[arg-type]
     assert density(hessian(net, CE, data()), probes=2, steps=3).nodes.isnan().all()
@@ -556,13 +556,13 @@ def test_convolutions_of_the_data(conv: Callable[[], nn.Module]) -> None:
 
 def test_partly_frozen_convolution() -> None:
     net, batches = cnn(nn.Identity), data((5, 7))
-    whole, v = dense_hessian(net, batches), torch.randn(FlatSpec(net).d, dtype=torch.float64)
+    full, v = dense_hessian(net, batches), torch.randn(FlatSpec(net).d, dtype=torch.float64)
     for name, first in (("0.bias", 48), ("0.weight", 0)):
         net.get_parameter(name).requires_grad_(False)
         n = net.get_parameter(name).numel()
-        rest = [i for i in range(len(whole)) if not first <= i < first + n]
-        expected = whole[rest][:, rest] @ v[rest]
-        torch.testing.assert_close(hessian(net, CE, batches) @ v[rest], expected, rtol=1e-9, atol=1e-12)
+        kept = [i for i in range(len(full)) if not first <= i < first + n]
+        expected = full[kept][:, kept] @ v[kept]
+        torch.testing.assert_close(hessian(net, CE, batches) @ v[kept], expected, rtol=1e-9, atol=1e-12)
         net.get_parameter(name).requires_grad_(True)
 
 

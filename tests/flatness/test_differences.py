@@ -44,21 +44,21 @@ def smooth_net() -> nn.Module:
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-8), (torch.float32, 1e-2)])
 def test_smooth_nets_agree_with_double_backward(golden: Golden, dtype: torch.dtype, rtol: float) -> None:
-    """Products, the largest eigenvalue and the trace, with the step that the weights give."""
+    """Products, the largest eigenvalue and the trace do, with the step that the weights give."""
     net, data = smooth_net().to(dtype), [(torch.from_numpy(x).to(dtype), torch.from_numpy(y)) for x, y in golden.arrays]
-    exact, found = hessian(net, CE, data), finite_differences(net, CE, data)
+    exact, differences = hessian(net, CE, data), finite_differences(net, CE, data)
     draw = torch.Generator().manual_seed(1)
     for _ in range(3):
         v = torch.randn(exact.shape[0], generator=draw).to(dtype)
-        assert float((found @ v - exact @ v).norm() / (exact @ v).norm()) < rtol
-    assert found.halving(v) < max(rtol, 1e-7) and found.kept_bytes == 0
-    assert lambda_max(found).value == pytest.approx(lambda_max(exact).value, rel=rtol)
-    assert trace(found, samples=8).value == pytest.approx(trace(exact, samples=8).value, rel=10 * rtol)
-    assert not (found @ torch.zeros_like(v)).any()
-    few = {"parameters": ["0.*"]}
-    u = v[: hessian(net, CE, data, **few).shape[0]]
-    block = hessian(net, CE, data, **few) @ u
-    assert float((finite_differences(net, CE, data, **few) @ u - block).norm() / block.norm()) < rtol
+        assert float((differences @ v - exact @ v).norm() / (exact @ v).norm()) < rtol
+    assert differences.halving(v) < max(rtol, 1e-7) and differences.kept_bytes == 0
+    assert lambda_max(differences).value == pytest.approx(lambda_max(exact).value, rel=rtol)
+    assert trace(differences, samples=8).value == pytest.approx(trace(exact, samples=8).value, rel=10 * rtol)
+    assert not (differences @ torch.zeros_like(v)).any()
+    group = {"parameters": ["0.*"]}
+    u = v[: hessian(net, CE, data, **group).shape[0]]
+    block = hessian(net, CE, data, **group) @ u
+    assert float((finite_differences(net, CE, data, **group) @ u - block).norm() / block.norm()) < rtol
 
 
 def test_padding_does_not_move() -> None:
@@ -111,8 +111,8 @@ class OnceNet(nn.Module):
 
 
 def test_a_net_without_second_derivatives(tmp_path: Any) -> None:
-    """In a run: lambda_max is refused by double backward, and that of the same net with them by differences."""
-    found = []
+    """In a run lambda_max is refused by double backward; by differences it is that of the same net with them."""
+    metrics = []
     for once, operator in ((True, "finite_differences"), (False, "hessian")):
         data = Digits(num_clients=10, partition=Dirichlet(alpha=1.0), batch_size=16)
         monitor = FlatnessMonitor(1, [LambdaMax(operator=operator)])
@@ -121,11 +121,11 @@ def test_a_net_without_second_derivatives(tmp_path: Any) -> None:
             enable_progress_bar=False, default_root_dir=str(tmp_path),
         )  # fmt: skip
         run = trainer.fit(FedAvg(net=OnceNet(once), optimizer=SGD(0.1)), data)
-        found.append(run.metrics)
-    assert found[0]["flatness/finite_differences_lambda_max"] == pytest.approx(
-        found[1]["flatness/lambda_max"], rel=1e-2
+        metrics.append(run.metrics)
+    assert metrics[0]["flatness/finite_differences_lambda_max"] == pytest.approx(
+        metrics[1]["flatness/lambda_max"], rel=1e-2
     )
-    assert found[0]["flatness/finite_differences_halving"] < 0.05
+    assert metrics[0]["flatness/finite_differences_halving"] < 0.05
     assert '"curvature": "of the loss"' in (tmp_path / "FedAvg-Digits/version_0/flatness.jsonl").read_text()
     trainer.callbacks[-1] = FlatnessMonitor(1, [LambdaMax()])
     with pytest.raises(UserError, match=r"second derivative"):
@@ -167,7 +167,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("again", ["no", "plain", "reentrant"])
 @pytest.mark.parametrize("away", [0.0, 0.3])
 def test_fused_attention_and_checkpoints(again: str, away: float) -> None:
-    """In float32: fused, and again computed at the weights of the measurement, not at those that the net has."""
+    """They are fused in float32, and computed again at the weights of the measurement, not at those of the net."""
     draw = torch.Generator().manual_seed(1)
     data = [(torch.randn(10, 5, 16, generator=draw), torch.arange(10) % 4) for _ in range(2)]
     plain, net = Attention(), Attention(again)
@@ -175,11 +175,11 @@ def test_fused_attention_and_checkpoints(again: str, away: float) -> None:
     at = w + away * torch.randn(len(w), generator=draw)
     exact = hessian(plain, CE, data, at)
     with Operations() as fused:
-        found = finite_differences(net, CE, data, at)
-        products = [(found @ v, exact @ v) for v in torch.randn(3, len(w), generator=draw)]
+        differences = finite_differences(net, CE, data, at)
+        products = [(differences @ v, exact @ v) for v in torch.randn(3, len(w), generator=draw)]
     assert any("flash_attention_for_cpu_backward" in name for name in fused.names)
     assert all(float((one - other).norm() / other.norm()) < 1e-2 for one, other in products)
-    assert lambda_max(found).value == pytest.approx(lambda_max(exact).value, rel=1e-2)
+    assert lambda_max(differences).value == pytest.approx(lambda_max(exact).value, rel=1e-2)
     torch.testing.assert_close(gradient(net, CE, data, at), gradient(plain, CE, data, at))
     torch.testing.assert_close(FlatSpec(net).vector(net).detach(), w, rtol=0, atol=0)
     with Operations() as twice:
@@ -225,20 +225,20 @@ class QuantisedLinear(nn.Module):
 
 
 def test_a_frozen_body_of_8_bits(tmp_path: Any) -> None:
-    """Its layers in front of it and behind it train: as with the weights that the 8 bits stand for."""
+    """The layers before and after it train, as with the weights that the 8 bits stand for."""
     torch.manual_seed(0)
     body = QuantisedLinear(nn.Linear(16, 16, bias=False))
     first, last = nn.Linear(8, 16), nn.Linear(16, 4)
     net, plain = (nn.Sequential(first, nn.GELU(), middle, nn.GELU(), last) for middle in (body, body.dequantised()))
     data = [(torch.randn(40, 8), torch.arange(40) % 4) for _ in range(2)]
     names = ["0.*", "4.*"]
-    exact, found = hessian(plain, CE, data, parameters=names), finite_differences(net, CE, data, parameters=names)
-    assert lambda_max(found).value == pytest.approx(lambda_max(exact).value, rel=1e-2)
+    exact, differences = hessian(plain, CE, data, parameters=names), finite_differences(net, CE, data, parameters=names)
+    assert lambda_max(differences).value == pytest.approx(lambda_max(exact).value, rel=1e-2)
     v = torch.randn(exact.shape[0])
-    assert float((found @ v - exact @ v).norm() / (exact @ v).norm()) < 1e-2
-    data = Digits(num_clients=10, partition=Dirichlet(alpha=1.0), batch_size=16)
+    assert float((differences @ v - exact @ v).norm() / (exact @ v).norm()) < 1e-2
+    digits = Digits(num_clients=10, partition=Dirichlet(alpha=1.0), batch_size=16)
     of_digits = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.GELU(), body, nn.GELU(), nn.Linear(16, 10))
     trainer = FederatedTrainer(max_rounds=1, clients_per_round=4, accelerator="cpu", default_root_dir=str(tmp_path))
     trainer.callbacks = [FlatnessMonitor(1, [LambdaMax()])]
     with pytest.raises(UserError, match=r"second derivatives"):  # which torch leaves out without a word
-        trainer.fit(FedAvg(net=of_digits, optimizer=SGD(0.1), buffers="reset"), data)
+        trainer.fit(FedAvg(net=of_digits, optimizer=SGD(0.1), buffers="reset"), digits)

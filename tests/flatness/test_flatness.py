@@ -123,15 +123,15 @@ def test_every_sample_counts_the_same() -> None:
 
 
 def on_each(processes: int, measure: Callable[[nn.Module, int, Reduce], T]) -> list[T]:
-    """``measure(mlp(), rank, reduce)`` of processes, here threads; if they do not reduce in step, they break off."""
+    """Calls ``measure(mlp(), rank, reduce)`` in threads for processes; out of step in ``reduce`` they break off."""
     barrier, nets = threading.Barrier(processes, timeout=600), [mlp() for _ in range(processes)]
-    given: list[Tensor] = [torch.empty(0)] * processes
+    contributions: list[Tensor] = [torch.empty(0)] * processes
 
-    def one(rank: int) -> T:
+    def process(rank: int) -> T:
         def reduce(mine: Tensor) -> Tensor:
-            given[rank] = mine
+            contributions[rank] = mine
             barrier.wait()
-            total = torch.stack(given).sum(0)
+            total = torch.stack(contributions).sum(0)
             barrier.wait()
             return total
 
@@ -139,7 +139,7 @@ def on_each(processes: int, measure: Callable[[nn.Module, int, Reduce], T]) -> l
 
     # what a measurement sets and restores for its process alone is not for each thread alone
     with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH), ThreadPoolExecutor(processes) as pool:
-        return list(pool.map(one, range(processes)))
+        return list(pool.map(process, range(processes)))
 
 
 @pytest.mark.sampled(quick=3)
@@ -169,7 +169,7 @@ def test_processes_share_the_samples(keep: bool | None) -> None:
 
 
 def test_processes_stop_together() -> None:
-    """Also where one sees another residual than the others, as between machines that round differently."""
+    """They do also where one sees another residual than the others, as between machines that round differently."""
     for method in ("lanczos", "power"):
 
         def measure(net: nn.Module, rank: int, reduce: Reduce, method: str = method) -> Eigenpair:
@@ -196,26 +196,26 @@ def test_gradient_and_loss_are_those_of_eval_mode() -> None:
 
 
 def test_measured_at_another_point() -> None:
-    net, other, batches = mlp(), mlp(), data((5, 7))
+    net, copy, batches = mlp(), mlp(), data((5, 7))
     spec, v = FlatSpec(net), torch.randn(FlatSpec(net).d, dtype=torch.float64)
     w = spec.vector(net) + 0.3
-    spec.load(other, w)
-    assert mean_loss(net, CE, batches, w) == mean_loss(other, CE, batches) != mean_loss(net, CE, batches)
-    assert sharpness(net, CE, batches, at=w) == sharpness(other, CE, batches)
-    at, there = lambda_max(hessian(net, CE, batches, at=w)), lambda_max(hessian(other, CE, batches))
-    assert at.value == there.value != lambda_max(hessian(net, CE, batches)).value
-    assert torch.equal(gradient(net, CE, batches, w), gradient(other, CE, batches))
-    assert torch.equal(hessian(net, CE, batches, w) @ v, hessian(other, CE, batches) @ v)
+    spec.load(copy, w)
+    assert mean_loss(net, CE, batches, w) == mean_loss(copy, CE, batches) != mean_loss(net, CE, batches)
+    assert sharpness(net, CE, batches, at=w) == sharpness(copy, CE, batches)
+    actual, expected = lambda_max(hessian(net, CE, batches, at=w)), lambda_max(hessian(copy, CE, batches))
+    assert actual.value == expected.value != lambda_max(hessian(net, CE, batches)).value
+    assert torch.equal(gradient(net, CE, batches, w), gradient(copy, CE, batches))
+    assert torch.equal(hessian(net, CE, batches, w) @ v, hessian(copy, CE, batches) @ v)
 
 
 def test_frozen_parameters_are_left_out() -> None:
     net, batches = mlp(), data()
-    whole = dense_hessian(net, batches)
+    full = dense_hessian(net, batches)
     first = net[1]  # type: ignore[index]
     first.requires_grad_(False)
     n = sum(p.numel() for p in first.parameters())
     assert lambda_max(hessian(net, CE, batches), tol=1e-9).value == pytest.approx(
-        torch.linalg.eigvalsh(whole[n:, n:])[-1].item(), rel=1e-9
+        torch.linalg.eigvalsh(full[n:, n:])[-1].item(), rel=1e-9
     )
 
 
@@ -334,7 +334,7 @@ def test_nothing_is_touched(flat: bool) -> None:
             p.grad.data_ptr() for p in net.parameters() if p.grad is not None
         ]
 
-    before, where, rng = state(), addresses(), torch.get_rng_state()
+    before, pointers, rng = state(), addresses(), torch.get_rng_state()
     for keep in (True, False):
         lambda_max(hessian(net, CE, lambda: loader, keep_graph=keep))
     lambda_max(hessian(net, CE, lambda: loader), method="power")
@@ -349,7 +349,7 @@ def test_nothing_is_touched(flat: bool) -> None:
         with pytest.raises(KeyboardInterrupt):
             measure(net, CE, interrupted)
     assert torch.equal(rng, torch.get_rng_state())
-    assert state() == before and addresses() == where
+    assert state() == before and addresses() == pointers
     if views is not None:
         assert torch.equal(views.w, FlatSpec(net).vector(net))
 

@@ -115,11 +115,11 @@ def test_a_filter_of_zeros_has_no_direction() -> None:
 
 def test_many_points_are_what_each_is_alone() -> None:
     net, batches = mlp(), data((5, 7))
-    at = torch.stack([other(net, seed) for seed in range(3)])
-    losses, accuracies = mean_losses(net, CE, batches, at)
-    assert losses.tolist() == [mean_loss(net, CE, batches, w) for w in at]
+    points = torch.stack([other(net, seed) for seed in range(3)])
+    losses, accuracies = mean_losses(net, CE, batches, points)
+    assert losses.tolist() == [mean_loss(net, CE, batches, w) for w in points]
     x, y = (torch.cat(part) for part in zip(*batches(), strict=True))
-    for w, accuracy in zip(at, accuracies, strict=True):
+    for w, accuracy in zip(points, accuracies, strict=True):
         copy = mlp().eval()
         FlatSpec(copy).load(copy, w)
         assert accuracy.item() == (copy(x).argmax(1) == y).double().mean().item()
@@ -153,30 +153,30 @@ def test_surface_holds_the_loss_at_every_point(per_pass: int, sizes: tuple[int, 
     net, w = mlp(), other(mlp())
     plane = random_plane(FlatSpec(net), w, 7)
     sets = {"one": data(sizes), "two": data((4,))}
-    found = surface(net, CE, sets, w, plane, GRID, GRID[:3], per_pass=per_pass)
+    landscape = surface(net, CE, sets, w, plane, GRID, GRID[:3], per_pass=per_pass)
     for name, batches in sets.items():
-        assert found.loss[name].shape == found.accuracy[name].shape == (3, 5)
+        assert landscape.loss[name].shape == landscape.accuracy[name].shape == (3, 5)
         for (i, y), (j, x) in ((a, b) for a in enumerate(GRID[:3]) for b in enumerate(GRID)):
             expected = mean_loss(net, CE, batches, w + x * plane[0] + y * plane[1])
-            assert found.loss[name][i, j] == pytest.approx(expected, rel=1e-12)
-    assert found.missing == 0
+            assert landscape.loss[name][i, j] == pytest.approx(expected, rel=1e-12)
+    assert landscape.missing == 0
 
 
 def test_centre_of_a_surface_is_the_model_itself() -> None:
     net, batches = mlp(torch.float32), data((5, 7), torch.float32)
-    found = surface(net, CE, {"train": batches}, weights(net), random_plane(FlatSpec(net), weights(net)), GRID)
-    assert found.loss["train"][2, 2] == mean_loss(net, CE, batches)
+    landscape = surface(net, CE, {"train": batches}, weights(net), random_plane(FlatSpec(net), weights(net)), GRID)
+    assert landscape.loss["train"][2, 2] == mean_loss(net, CE, batches)
 
 
 def test_surface_of_a_quadratic() -> None:
     torch.manual_seed(0)
     a, b, w = symmetric([-1.0, 0.5, 4.0]), torch.randn(3).double(), torch.randn(3).double()
     net, d = Quadratic(a, b, w), torch.randn(2, 3).double()
-    found = surface(net, output, {"train": data((2, 5))}, w, d, GRID, 2 * GRID[1:])
-    for i, y in enumerate(found.y):
-        for j, x in enumerate(found.x):
+    landscape = surface(net, output, {"train": data((2, 5))}, w, d, GRID, 2 * GRID[1:])
+    for i, y in enumerate(landscape.y):
+        for j, x in enumerate(landscape.x):
             p = w + x * d[0] + y * d[1]
-            assert found.loss["train"][i, j] == pytest.approx((3 + b @ p + p @ a @ p / 2).item(), rel=1e-12)
+            assert landscape.loss["train"][i, j] == pytest.approx((3 + b @ p + p @ a @ p / 2).item(), rel=1e-12)
     default = surface(net, output, {"train": data((1,))}, w, d, per_pass=500)
     assert default.loss["train"].shape == (51, 51) and (default.x == default.y).all()
     assert (default.x[0], default.x[25], default.x[-1]) == (-1, 0, 1)
@@ -192,11 +192,11 @@ def test_no_barrier_in_a_convex_loss() -> None:
     torch.manual_seed(1)
     net = Quadratic(symmetric([0.1, 1.0, 5.0]), torch.randn(3).double())
     a, b = torch.randn(2, 3).double()
-    found = interpolate(net, output, {"train": data()}, a, b)
-    assert found.barrier("train") == pytest.approx(0, abs=1e-14)
-    assert found.barrier("train") >= 0
-    assert (len(found.gammas), found.gammas[0], found.gammas[-1]) == (61, -1, 2)
-    for gamma, loss in zip(found.gammas, found.loss["train"], strict=True):
+    line = interpolate(net, output, {"train": data()}, a, b)
+    assert line.barrier("train") == pytest.approx(0, abs=1e-14)
+    assert line.barrier("train") >= 0
+    assert (len(line.gammas), line.gammas[0], line.gammas[-1]) == (61, -1, 2)
+    for gamma, loss in zip(line.gammas, line.loss["train"], strict=True):
         assert loss == pytest.approx(mean_loss(net, output, data(), gamma * a + (1 - gamma) * b), rel=1e-12)
 
 
@@ -206,18 +206,18 @@ def test_barrier_between_two_wells() -> None:
     assert interpolate(Wells(), output, {"train": data()}, a, b).barrier("train") == pytest.approx(1, abs=1e-12)
     # the ends' own difference is no barrier: here L(1) = 4, L(0) = 0, and L - line = (w_0²-1)² + 4γ² - 4γ
     a = torch.tensor([1.0, 2.0]).double()
-    found = interpolate(Wells(), output, {"train": data()}, a, b, np.linspace(0, 1, 101))
-    g = found.gammas
-    assert found.barrier("train") == pytest.approx((((2 * g - 1) ** 2 - 1) ** 2 + 4 * g**2 - 4 * g).max(), abs=1e-12)
+    line = interpolate(Wells(), output, {"train": data()}, a, b, np.linspace(0, 1, 101))
+    g = line.gammas
+    assert line.barrier("train") == pytest.approx((((2 * g - 1) ** 2 - 1) ** 2 + 4 * g**2 - 4 * g).max(), abs=1e-12)
 
 
 def test_ends_of_a_line_are_exact_and_always_there() -> None:
     net, batches = mlp(torch.float32), data((5, 7), torch.float32)
     a, b = other(net, 1), other(net, 2) * 1e3
-    found = interpolate(net, CE, {"train": batches, "test": data(dtype=torch.float32)}, a, b, [0.3, -0.5, 1.5])
-    assert found.gammas.tolist() == [-0.5, 0, 0.3, 1, 1.5]
-    assert found.loss["train"][[1, 3]].tolist() == [mean_loss(net, CE, batches, w) for w in (b, a)]
-    assert list(found.loss) == list(found.accuracy) == ["train", "test"]
+    line = interpolate(net, CE, {"train": batches, "test": data(dtype=torch.float32)}, a, b, [0.3, -0.5, 1.5])
+    assert line.gammas.tolist() == [-0.5, 0, 0.3, 1, 1.5]
+    assert line.loss["train"][[1, 3]].tolist() == [mean_loss(net, CE, batches, w) for w in (b, a)]
+    assert list(line.loss) == list(line.accuracy) == ["train", "test"]
 
 
 # Perturbation
@@ -227,15 +227,15 @@ def test_perturbation_along_gradient_and_random_directions() -> None:
     net, radii = mlp(), [0.0, 0.1, 0.5]
     spec, w = FlatSpec(net), other(mlp())
     sets = {"train": data((5, 7)), "test": data((4,))}
-    found = perturbation_curves(net, CE, sets, w, radii, directions=3, seed=4)
+    curves = perturbation_curves(net, CE, sets, w, radii, directions=3, seed=4)
     g = gradient(net, CE, sets["train"], w)
     lines = [g / g.norm(), *(filter_normalized(random_direction(spec, 4, i), w, spec) for i in range(3))]
     for name, batches in sets.items():
         expected = [[mean_loss(net, CE, batches, w + r * d) for r in radii] for d in lines]
-        np.testing.assert_allclose(found.loss[name], expected, rtol=1e-12)
-        np.testing.assert_allclose(found.along_gradient(name), expected[0], rtol=1e-12)
-        np.testing.assert_allclose(found.mean(name), np.mean(expected[1:], axis=0), rtol=1e-12)
-        np.testing.assert_allclose(found.spread(name), np.std(expected[1:], axis=0, ddof=1), rtol=1e-9, atol=1e-15)
+        np.testing.assert_allclose(curves.loss[name], expected, rtol=1e-12)
+        np.testing.assert_allclose(curves.along_gradient(name), expected[0], rtol=1e-12)
+        np.testing.assert_allclose(curves.mean(name), np.mean(expected[1:], axis=0), rtol=1e-12)
+        np.testing.assert_allclose(curves.spread(name), np.std(expected[1:], axis=0, ddof=1), rtol=1e-9, atol=1e-15)
     default = perturbation_curves(net, CE, {"train": data((2,))})
     assert default.loss["train"].shape == (11, 21) and default.radii[-1] == 1
 
@@ -262,19 +262,19 @@ def test_plane_holds_its_models_and_measures_what_lies_outside(seed: int, number
     # points with known coordinates and a known distance to the plane
     off = off - basis.T @ (basis @ off)
     c = np.array(numbers).reshape(2, 2)
-    found = plane.project(torch.from_numpy(c) @ basis + plane.origin + off)
-    np.testing.assert_allclose(found.coordinates, c, atol=1e-12)
-    np.testing.assert_allclose(found.residual, off.norm().item(), rtol=1e-12)
+    projection = plane.project(torch.from_numpy(c) @ basis + plane.origin + off)
+    np.testing.assert_allclose(projection.coordinates, c, atol=1e-12)
+    np.testing.assert_allclose(projection.residual, off.norm().item(), rtol=1e-12)
 
 
 def test_oblique_directions_are_projected_by_least_squares() -> None:
     torch.manual_seed(0)
     origin, (d1, d2), w = torch.randn(6).double(), torch.randn(2, 6).double(), torch.randn(6).double()
     expected = torch.linalg.lstsq(torch.stack([d1, d2], 1), (w - origin)[:, None])
-    found = project(w, origin, torch.stack([d1, d2]))
-    np.testing.assert_allclose(found.coordinates[0], expected.solution[:, 0], rtol=1e-10)
+    projection = project(w, origin, torch.stack([d1, d2]))
+    np.testing.assert_allclose(projection.coordinates[0], expected.solution[:, 0], rtol=1e-10)
     nearest = origin + expected.solution[:, 0] @ torch.stack([d1, d2])
-    assert found.residual[0] == pytest.approx((w - nearest).norm().item(), rel=1e-10)
+    assert projection.residual[0] == pytest.approx((w - nearest).norm().item(), rel=1e-10)
 
 
 def test_garipov_grid() -> None:
@@ -293,11 +293,11 @@ def test_surface_over_a_plane_passes_through_its_models() -> None:
     plane = Plane.through(*ends)
     models = {"all": torch.stack(ends), "second": ends[1]}
     x, y = (np.unique(plane.corners[:, i].round(15)) for i in range(2))
-    found = surface(net, CE, {"train": batches}, plane.origin, plane.directions, x, y, models=models)
-    np.testing.assert_allclose(found.models["all"].coordinates, plane.corners, atol=1e-12)
-    assert found.models["second"].residual.shape == (1,) and found.models["all"].residual.max() < 1e-12
+    landscape = surface(net, CE, {"train": batches}, plane.origin, plane.directions, x, y, models=models)
+    np.testing.assert_allclose(landscape.models["all"].coordinates, plane.corners, atol=1e-12)
+    assert landscape.models["second"].residual.shape == (1,) and landscape.models["all"].residual.max() < 1e-12
     for w, (cx, cy) in zip(ends, plane.corners, strict=True):
-        value = found.loss["train"][abs(y - cy).argmin(), abs(x - cx).argmin()]
+        value = landscape.loss["train"][abs(y - cy).argmin(), abs(x - cx).argmin()]
         assert value == pytest.approx(mean_loss(net, CE, batches, w), rel=1e-9)
 
 
@@ -315,8 +315,8 @@ def test_models_on_a_line_span_no_plane() -> None:
 def test_normalized_sum() -> None:
     first, second = np.array([[1.0, 3.0], [2.0, 1.0]]), np.array([[10.0, 20.0], [10.0, np.nan]])
     blank = {name: np.zeros((2, 2)) for name in "ab"}
-    found = Surface({"a": first, "b": second}, blank, 1, {}, np.arange(2.0), np.arange(2.0))
-    np.testing.assert_allclose(found.normalized_sum(), [[0, 2], [0.5, np.nan]])
+    landscape = Surface({"a": first, "b": second}, blank, 1, {}, np.arange(2.0), np.arange(2.0))
+    np.testing.assert_allclose(landscape.normalized_sum(), [[0, 2], [0.5, np.nan]])
     flat = Surface({"a": first, "b": np.ones((2, 2))}, blank, 0, {}, np.arange(2.0), np.arange(2.0))
     np.testing.assert_allclose(flat.normalized_sum(), [[0, 1], [0.5, 0]])
 
@@ -357,12 +357,12 @@ def stop_after(points: int) -> Any:
 def test_interrupt_keeps_what_was_computed() -> None:
     net, w, sets = mlp(), other(mlp()), {"train": data(), "test": data((4,))}
     plane = random_plane(FlatSpec(net), w)
-    whole = surface(net, CE, sets, w, plane, GRID)
-    part = surface(net, CE, sets, w, plane, GRID, per_pass=2, progress=stop_after(7))
-    assert part.missing == 25 - 8
+    complete = surface(net, CE, sets, w, plane, GRID)
+    partial = surface(net, CE, sets, w, plane, GRID, per_pass=2, progress=stop_after(7))
+    assert partial.missing == 25 - 8
     for name in sets:
-        assert part.loss[name].ravel()[:8].tolist() == whole.loss[name].ravel()[:8].tolist()
-        assert np.isnan(part.loss[name].ravel()[8:]).all() and np.isnan(part.accuracy[name].ravel()[8:]).all()
+        assert partial.loss[name].ravel()[:8].tolist() == complete.loss[name].ravel()[:8].tolist()
+        assert np.isnan(partial.loss[name].ravel()[8:]).all() and np.isnan(partial.accuracy[name].ravel()[8:]).all()
     passes = 0
 
     def interrupted() -> Iterable[tuple[Tensor, Tensor]]:
@@ -373,8 +373,8 @@ def test_interrupt_keeps_what_was_computed() -> None:
         return data()()
 
     # in the middle of a point: neither data set has it
-    part = surface(net, CE, {"test": data((4,)), "train": interrupted}, w, plane, GRID, per_pass=1)
-    assert part.missing == 23 and all(np.isfinite(v).sum() == 2 for v in part.loss.values())
+    partial = surface(net, CE, {"test": data((4,)), "train": interrupted}, w, plane, GRID, per_pass=1)
+    assert partial.missing == 23 and all(np.isfinite(v).sum() == 2 for v in partial.loss.values())
     passes = 2
     with pytest.raises(KeyboardInterrupt):  # nothing was computed
         surface(net, CE, {"train": interrupted}, w, plane, GRID)
@@ -382,10 +382,10 @@ def test_interrupt_keeps_what_was_computed() -> None:
 
 def test_interrupted_curves_say_what_they_know() -> None:
     net, sets = mlp(), {"train": data()}
-    whole = perturbation_curves(net, CE, sets, radii=GRID, directions=3)
-    part = perturbation_curves(net, CE, sets, radii=GRID, directions=3, per_pass=1, progress=stop_after(17))
-    assert part.missing == 3
-    np.testing.assert_allclose(part.mean("train"), whole.loss["train"][1:3].mean(0))  # the third was not finished
+    complete = perturbation_curves(net, CE, sets, radii=GRID, directions=3)
+    partial = perturbation_curves(net, CE, sets, radii=GRID, directions=3, per_pass=1, progress=stop_after(17))
+    assert partial.missing == 3
+    np.testing.assert_allclose(partial.mean("train"), complete.loss["train"][1:3].mean(0))  # the third was not finished
     first = perturbation_curves(net, CE, sets, radii=GRID, directions=3, per_pass=1, progress=stop_after(5))
     assert np.isfinite(first.along_gradient("train")).all() and np.isnan(first.mean("train")).all()
     a, b = other(net, 1), other(net, 2)
@@ -399,14 +399,14 @@ def test_interrupted_curves_say_what_they_know() -> None:
 
 
 def test_barrier_of_the_points_measured() -> None:
-    """Between two wells, up to γ = 0.3 of the way; a loss that is not finite is not left out."""
+    """It lies between two wells, up to γ = 0.3 of the way; a loss that is not finite is not left out."""
     a, b = torch.tensor([1.0, 0.0]).double(), torch.tensor([-1.0, 0.0]).double()
-    found = interpolate(
+    line = interpolate(
         Wells(), output, {"train": data()}, a, b, np.linspace(0, 1, 11), per_pass=1, progress=stop_after(5)
     )
-    assert found.missing == 6 and found.barrier("train") == pytest.approx((0.4**2 - 1) ** 2, abs=1e-12)
-    whole = replace(found, missing=0)
-    assert math.isnan(whole.barrier("train"))
+    assert line.missing == 6 and line.barrier("train") == pytest.approx((0.4**2 - 1) ** 2, abs=1e-12)
+    complete = replace(line, missing=0)
+    assert math.isnan(complete.barrier("train"))
 
 
 def test_progress_counts_points() -> None:
@@ -470,7 +470,7 @@ def test_rows_and_dictionaries(tmp_path: Path) -> None:
     net, protocol = mlp(), {"data": "train", "samples": 12}
     w, sets = other(mlp()), {"train": data(), "test": data((4,))}
     plane = random_plane(FlatSpec(net), w)
-    found: list[Any] = [
+    measurements: list[Any] = [
         surface(
             net,
             CE,
@@ -489,23 +489,23 @@ def test_rows_and_dictionaries(tmp_path: Path) -> None:
         evaluate(net, CE, sets, lambda i: i * w, 4, protocol=protocol),
     ]
     keys = [["x", "y"], ["gamma"], ["direction", "radius"], ["point"]]
-    for result, columns in zip(found, keys, strict=True):
-        rows = result.rows()
+    for measurement, columns in zip(measurements, keys, strict=True):
+        rows = measurement.rows()
         assert list(rows[0]) == ["data", *columns, "loss", "accuracy"]
-        assert len(rows) == 2 * result.loss["train"].size
-        back = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-        assert back["protocol"] == protocol and back["missing"] == result.missing
-        np.testing.assert_array_equal(np.array(back["loss"]["test"], dtype=float), result.loss["test"])
+        assert len(rows) == 2 * measurement.loss["train"].size
+        back = json.loads(json.dumps(measurement.to_dict(), allow_nan=False))
+        assert back["protocol"] == protocol and back["missing"] == measurement.missing
+        np.testing.assert_array_equal(np.array(back["loss"]["test"], dtype=float), measurement.loss["test"])
         with (tmp_path / "rows.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
-    assert found[0].missing == 7
-    row = found[0].rows()[1]
-    assert (row["x"], row["y"], row["loss"]) == (GRID[1], GRID[0], found[0].loss["train"][0, 1])
-    assert found[0].to_dict()["models"]["m"]["coordinates"] == [[0, 0]]
-    assert found[1].to_dict()["barrier"]["train"] == found[1].barrier("train")
-    assert {r["direction"] for r in found[2].rows()} == {"gradient", "random 0", "random 1"}
+    assert measurements[0].missing == 7
+    row = measurements[0].rows()[1]
+    assert (row["x"], row["y"], row["loss"]) == (GRID[1], GRID[0], measurements[0].loss["train"][0, 1])
+    assert measurements[0].to_dict()["models"]["m"]["coordinates"] == [[0, 0]]
+    assert measurements[1].to_dict()["barrier"]["train"] == measurements[1].barrier("train")
+    assert {r["direction"] for r in measurements[2].rows()} == {"gradient", "random 0", "random 1"}
 
 
 # Figures
@@ -519,10 +519,10 @@ def paraboloid(scale: float = 1.0, names: tuple[str, ...] = ("train", "test"), s
     return Surface({n: (i + 1) * z for i, n in enumerate(names)}, dict.fromkeys(names, z), 0, {}, x, y, models)
 
 
-def interrupted(whole: Surface) -> Surface:
-    for values in whole.loss.values():
+def interrupted(landscape: Surface) -> Surface:
+    for values in landscape.loss.values():
         values.ravel()[100:] = np.nan
-    return whole
+    return landscape
 
 
 def line() -> Interpolation:
@@ -583,7 +583,7 @@ def test_figure_is_fit_to_print(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["contour", "3d"])
 def test_models_side_by_side_share_colours_and_levels(kind: Any) -> None:
     surfaces = {"FedAvg": paraboloid(0.1), "FedSAM": paraboloid(30)}
-    figure = plots.plot_surface({name: replace(found, models={}) for name, found in surfaces.items()}, kind)
+    figure = plots.plot_surface({name: replace(landscape, models={}) for name, landscape in surfaces.items()}, kind)
     *panels, _ = figure.axes  # one bar
     titles = ["FedAvg, train", "FedSAM, train", "FedAvg, test", "FedSAM, test"]
     assert [axes.get_title() for axes in panels] == titles
@@ -596,8 +596,8 @@ def test_models_side_by_side_share_colours_and_levels(kind: Any) -> None:
 
 
 def test_contours_have_labels_unless_paths_would_cross_them() -> None:
-    found = paraboloid(30, ("train",))
-    drawn = [plots.plot_surface({"a": one}).axes[0] for one in (replace(found, models={}), found)]
+    landscape = paraboloid(30, ("train",))
+    drawn = [plots.plot_surface({"a": variant}).axes[0] for variant in (replace(landscape, models={}), landscape)]
     assert len(drawn[0].texts) >= 3 and not drawn[1].texts
 
 

@@ -41,7 +41,7 @@ def mse(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def of_tanh(outputs: Tensor, target: Tensor) -> Tensor:
-    """A loss that is not convex."""
+    """Returns a loss that is not convex."""
     return outputs.tanh().prod(1) + target
 
 
@@ -50,7 +50,7 @@ def matrix(a: Operator) -> Tensor:
 
 
 def explicit(kind: Make, net: nn.Module, loss: Any, batches: Data) -> Tensor:
-    """Written down by forward mode and loops over samples."""
+    """Computes the matrix by Jacobians and loops over samples."""
     spec = FlatSpec(net.eval())
     w = spec.vector(net)
     total, n = torch.zeros(spec.d, spec.d, dtype=w.dtype), 0
@@ -88,18 +88,18 @@ def test_explicit_sums(kind: Make, make: Callable[[], nn.Module], loss: Any) -> 
     net, batches = make(), data((2, 3))
     expected = explicit(kind, net, loss, batches)
     for keep in (True, False):
-        found = matrix(kind(net, loss, batches, keep_graph=keep))
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
+        actual = matrix(kind(net, loss, batches, keep_graph=keep))
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-13)
     if loss is not of_tanh or kind is fisher:
-        assert torch.linalg.eigvalsh(found).min() > -1e-12
-    assert (found - matrix(hessian(net, loss, batches))).abs().max() > 1e-3
+        assert torch.linalg.eigvalsh(actual).min() > -1e-12
+    assert (actual - matrix(hessian(net, loss, batches))).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("loss", [CE, mse, of_tanh])
 def test_gauss_newton_of_a_linear_net_is_its_hessian(loss: Any) -> None:
     net, batches = softmax_regression(), data((5, 7))
-    found, exact = matrix(gauss_newton(net, loss, batches)), matrix(hessian(net, loss, batches))
-    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-13)
+    actual, exact = matrix(gauss_newton(net, loss, batches)), matrix(hessian(net, loss, batches))
+    torch.testing.assert_close(actual, exact, rtol=1e-10, atol=1e-13)
 
 
 def test_closed_forms() -> None:
@@ -140,7 +140,7 @@ def test_quadratic() -> None:
     "layer", [lambda: nn.Linear(6, 7), lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3))]
 )
 def test_weight_normalisation(layer: Callable[[], nn.Module], normalized: Any) -> None:
-    """torch's own second derivative of it is wrong: the matrix against differences of gradients."""
+    """torch's own second derivative of it is wrong; the matrix agrees with differences of gradients."""
     torch.manual_seed(0)
     first = layer()
     normalized(first[-1] if isinstance(first, nn.Sequential) else first)
@@ -150,9 +150,9 @@ def test_weight_normalisation(layer: Callable[[], nn.Module], normalized: Any) -
     w = FlatSpec(net).vector(net)
     steps = 1e-5 * torch.eye(len(w), dtype=w.dtype)
     differences = [gradient(net, CE, batches, w + s) - gradient(net, CE, batches, w - s) for s in steps]
-    found = matrix(hessian(net, CE, batches))
-    torch.testing.assert_close(found, torch.stack(differences) / 2e-5, rtol=0, atol=1e-8)
-    torch.testing.assert_close(found, found.T, rtol=0, atol=1e-14)
+    actual = matrix(hessian(net, CE, batches))
+    torch.testing.assert_close(actual, torch.stack(differences) / 2e-5, rtol=0, atol=1e-8)
+    torch.testing.assert_close(actual, actual.T, rtol=0, atol=1e-14)
 
 
 @pytest.mark.sampled(quick=3)
@@ -162,16 +162,16 @@ def test_weight_normalisation(layer: Callable[[], nn.Module], normalized: Any) -
     [(hessian, "HessianLinearOperator"), (gauss_newton, "GGNLinearOperator"), (fisher, "EFLinearOperator")],
 )
 def test_curvlinops_agrees(kind: Make, name: str, make: Callable[[], nn.Module]) -> None:
-    """Products, and the measures of its operators."""
+    """Products agree, and so do the measures of its operators."""
     curvlinops = pytest.importorskip("curvlinops")
     net, batches = make().eval(), data((5, 7))
     oracle = getattr(curvlinops, name)(net, nn.CrossEntropyLoss(), list(net.parameters()), batches())
-    own, v = kind(net, CE, batches), torch.randn(FlatSpec(net).d, 3, dtype=torch.float64)
-    torch.testing.assert_close(own @ v, oracle @ v, rtol=1e-9, atol=1e-13)
+    operator, v = kind(net, CE, batches), torch.randn(FlatSpec(net).d, 3, dtype=torch.float64)
+    torch.testing.assert_close(operator @ v, oracle @ v, rtol=1e-9, atol=1e-13)
     torch.testing.assert_close(
-        spectrum(own, k=4, tol=1e-8).values, spectrum(oracle, k=4, tol=1e-8).values, rtol=1e-10, atol=1e-13
+        spectrum(operator, k=4, tol=1e-8).values, spectrum(oracle, k=4, tol=1e-8).values, rtol=1e-10, atol=1e-13
     )
-    assert trace(own, samples=12).value == pytest.approx(trace(oracle, samples=12).value, rel=1e-8)
+    assert trace(operator, samples=12).value == pytest.approx(trace(oracle, samples=12).value, rel=1e-8)
 
 
 # Groups of parameters
@@ -181,8 +181,8 @@ def test_curvlinops_agrees(kind: Make, name: str, make: Callable[[], nn.Module])
 @pytest.mark.parametrize("kind", KINDS)
 def test_block_of_a_group(kind: Make) -> None:
     net, batches = cnn(), data((2, 3))
-    whole = matrix(kind(net, CE, batches))
-    places = dict(zip(FlatSpec(net).names, torch.arange(len(whole)).split(FlatSpec(net).numels), strict=True))
+    full = matrix(kind(net, CE, batches))
+    places = dict(zip(FlatSpec(net).names, torch.arange(len(full)).split(FlatSpec(net).numels), strict=True))
     for patterns, names in (
         (["5.*"], ["5.weight", "5.bias"]),
         (["*.bias", "0.weight"], ["0.weight", "0.bias", "1.bias", "5.bias"]),
@@ -192,16 +192,16 @@ def test_block_of_a_group(kind: Make) -> None:
         block = kind(net, CE, batches, parameters=patterns)
         index = torch.cat([places[name] for name in names])
         assert block.f.names == names and block.shape == (len(index), len(index))
-        torch.testing.assert_close(matrix(block), whole[index][:, index], rtol=1e-10, atol=1e-14)
-        top = torch.linalg.eigvalsh(whole[index][:, index])[-1].item()
+        torch.testing.assert_close(matrix(block), full[index][:, index], rtol=1e-10, atol=1e-14)
+        top = torch.linalg.eigvalsh(full[index][:, index])[-1].item()
         assert lambda_max(block, tol=1e-9).value == pytest.approx(top, rel=1e-9)
 
 
 def test_group_at_another_point_and_group_without_influence() -> None:
     net, batches = mlp(), data()
     w = FlatSpec(net).vector(net) + 0.3
-    whole = matrix(hessian(net, CE, batches, w))
-    torch.testing.assert_close(matrix(hessian(net, CE, batches, w, parameters=["4.*"])), whole[-21:, -21:])
+    full = matrix(hessian(net, CE, batches, w))
+    torch.testing.assert_close(matrix(hessian(net, CE, batches, w, parameters=["4.*"])), full[-21:, -21:])
     net.register_parameter("idle", nn.Parameter(torch.ones(2, dtype=torch.float64)))
     for kind in KINDS:
         assert matrix(kind(net, CE, batches, parameters=["idle"])).tolist() == [[0, 0], [0, 0]]
@@ -233,7 +233,7 @@ def test_is_a_linear_operator(kind: Make) -> None:
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_measures_take_any_matrix(kind: Make) -> None:
-    """An operator, its dense matrix, and what only has shape, dtype, device and products."""
+    """It may be an operator, its dense matrix, or what only has shape, dtype, device and products."""
     a = kind(mlp(), CE, data((5, 7)))
     full = matrix(a)
 
@@ -243,12 +243,12 @@ def test_measures_take_any_matrix(kind: Make) -> None:
         def __matmul__(self, v: Tensor) -> Tensor:
             return full @ v
 
-    for other in (full, Bare()):
-        found, expected = spectrum(other, k=3, tol=1e-9), spectrum(a, k=3, tol=1e-9)
-        torch.testing.assert_close(found.values, expected.values, rtol=1e-11, atol=1e-13)
-        assert lambda_max(other).iterations == lambda_max(a).iterations
-        assert trace(other, samples=12).value == pytest.approx(trace(a, samples=12).value, rel=1e-9)
-        assert density(other, steps=8).moment(2).value == pytest.approx(density(a, steps=8).moment(2).value, rel=1e-8)
+    for b in (full, Bare()):
+        actual, expected = spectrum(b, k=3, tol=1e-9), spectrum(a, k=3, tol=1e-9)
+        torch.testing.assert_close(actual.values, expected.values, rtol=1e-11, atol=1e-13)
+        assert lambda_max(b).iterations == lambda_max(a).iterations
+        assert trace(b, samples=12).value == pytest.approx(trace(a, samples=12).value, rel=1e-9)
+        assert density(b, steps=8).moment(2).value == pytest.approx(density(a, steps=8).moment(2).value, rel=1e-8)
     for measure in (lambda_max, spectrum, trace, density):
         with pytest.raises(UserError, match=r"\(d, d\)"):
             measure(torch.ones(3, 4))  # type: ignore[operator]
@@ -259,10 +259,10 @@ def test_data_as_a_list_or_a_loader(kind: Make) -> None:
     net, batches = mlp(), data((5, 7))
     x, y = (torch.cat(part) for part in zip(*batches(), strict=True))
     expected = kind(net, CE, batches) @ torch.ones(FlatSpec(net).d, dtype=torch.float64)
-    for given in (batches(), tuple(batches()), DataLoader(TensorDataset(x, y), batch_size=5)):
+    for source in (batches(), tuple(batches()), DataLoader(TensorDataset(x, y), batch_size=5)):
         for keep in (True, False):
-            found = kind(net, CE, given, keep_graph=keep) @ torch.ones_like(expected)
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+            actual = kind(net, CE, source, keep_graph=keep) @ torch.ones_like(expected)
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
     with pytest.raises(UserError, match="read only once"):
         kind(net, CE, iter(batches()))
 
@@ -273,7 +273,7 @@ def test_losses_of_a_list() -> None:
     for measure in (mean_loss, sharpness):
         assert measure(net, CE, list(batches())) == measure(net, CE, batches)
     assert torch.equal(gradient(net, CE, list(batches())), gradient(net, CE, batches))
-    as_lists, as_functions = ([(w + 1, given), (w, given)] for given in (list(batches()), batches))
+    as_lists, as_functions = ([(w + 1, source), (w, source)] for source in (list(batches()), batches))
     assert measure_discrepancy(net, CE, as_lists) == measure_discrepancy(net, CE, as_functions)
 
 
@@ -304,8 +304,8 @@ def test_autocast_and_inference_mode_change_nothing(kind: Make) -> None:
         expected = kind(net, CE, batches, keep_graph=keep) @ v, lambda_max(kind(net, CE, batches)).value
         for context in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.no_grad()):
             with context:
-                found = kind(net, CE, batches, keep_graph=keep) @ v, lambda_max(kind(net, CE, batches)).value
-            assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
+                actual = kind(net, CE, batches, keep_graph=keep) @ v, lambda_max(kind(net, CE, batches)).value
+            assert torch.equal(actual[0], expected[0]) and actual[1] == expected[1]
 
 
 @pytest.mark.sampled(quick=6)
@@ -320,8 +320,8 @@ def test_on_a_device(kind: Make, place: str) -> None:
         net = mlp(torch.float32).to(device.device)
         a = kind(net, CE, batches, parameters=["4.*"])
         assert a.device.type == place
-        found = lambda_max(a).value, trace(a, samples=12).value, density(a, steps=5).moment(2).value
-    assert found == pytest.approx(expected, rel=1e-4)
+        actual = lambda_max(a).value, trace(a, samples=12).value, density(a, steps=5).moment(2).value
+    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 def test_attention_and_batch_norm() -> None:
@@ -337,7 +337,7 @@ def test_attention_and_batch_norm() -> None:
 
 
 def curvature_along(net: nn.Module, x: Tensor, v: Tensor) -> Tensor:
-    """1/n Σ_i (J_i v)ᵀ (diag p_i - p_i p_iᵀ) J_i v, by central differences."""
+    """Returns 1/n Σ_i (J_i v)ᵀ (diag p_i - p_i p_iᵀ) J_i v, by central differences."""
     spec, h = FlatSpec(net.eval()), 1e-6
     w = spec.vector(net)
     up, down = (torch.func.functional_call(net, spec.split(w + s * h * v), (x,)).detach() for s in (1, -1))

@@ -125,7 +125,7 @@ def test_node_that_fails_costs_its_clients_a_round(
 
 
 def test_node_that_is_not_connected_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And takes part when it is there."""
+    """It takes part when it is there."""
     client = app.client_app(partial(loaded, *ALL))
     grid, waited = OneProcess(client, [{"partition-id": 0}, {"partition-id": 1}]), list[float]()
     later, rounds = grid.contexts.pop(8), iter(range(3))
@@ -149,7 +149,7 @@ def test_node_that_is_not_connected_is_waited_for_once(tmp_path: Path, monkeypat
 
 
 def test_errors_are_lines(tmp_path: Path) -> None:
-    """Of a node, and of a node that does not connect; Flower, which prints tracebacks, finds none."""
+    """They are of a node, or of one that does not connect; Flower, which prints tracebacks, finds none."""
     client = app.client_app(partial(loaded, "--model=FedSMOO"))
     grid = OneProcess(client, [{"partition-id": 0}])
     with pytest.raises(UserError, match=r"^node 1: not connected; start it again") as error:

@@ -22,30 +22,30 @@ SHORT = ["--trainer.local_steps=3", "--trainer.eval_every=4"]
 
 
 def build(root: Path, *args: str) -> Any:
-    """Trainer, model and data of a small run on the digits."""
-    made = parsed(*args).build()
-    made.trainer.default_root_dir = root
-    return made
+    """Returns trainer, model and data of a small run on the digits."""
+    objects = parsed(*args).build()
+    objects.trainer.default_root_dir = root
+    return objects
 
 
 @cache
 def parsed(*args: str) -> FederatedCLI:
-    """Parsing takes longer than such a run."""
+    """Parses once, since that takes longer than such a run."""
     return FederatedCLI("fit", *DIGITS, *SHORT, *args)
 
 
 @cache
 def loaded(*args: str) -> Run:
-    """The run of a node, which never starts."""
-    made = build(Path("unused"), *args)
-    run: Run = made.trainer.load(made.model, made.data, None)
+    """Returns the run of a node, which never starts."""
+    objects = build(Path("unused"), *args)
+    run: Run = objects.trainer.load(objects.model, objects.data, None)
     return run
 
 
 def trained(root: Path, *args: str, ckpt_path: str | None = None) -> Run:
-    """The run that the trainer makes."""
-    made = build(root, *args)
-    return made.trainer.fit(made.model, made.data, ckpt_path)
+    """Returns the run that the trainer makes."""
+    objects = build(root, *args)
+    return objects.trainer.fit(objects.model, objects.data, ckpt_path)
 
 
 class BatchNormed(nn.Sequential):
@@ -76,8 +76,8 @@ class Nodes:
 
     def __init__(self, root: Path, *args: str, number: int = 2, stored: bool = False) -> None:
         self.root, self.args, self.number = root, args, number
-        made = build(root / "unused", *args)
-        run = made.trainer.load(made.model, made.data, None)
+        objects = build(root / "unused", *args)
+        run = objects.trainer.load(objects.model, objects.data, None)
         self.nodes = [Node(run, p) for p in range(number)]
         self.kept: list[Kept] = [Folder(root / f"node{p}") if stored else {} for p in range(number)]
         self.log: list[tuple[Message, Message]] = []
@@ -88,11 +88,11 @@ class Nodes:
         return replies
 
     def fit(self, ckpt_path: str | None = None, *args: str, min_replies: int | None = None) -> Run:
-        """The server's run."""
-        made = build(self.root, *self.args, *args)
-        return server.fit(self, self.number, made.trainer, made.model, made.data, ckpt_path, min_replies)
+        """Returns the server's run."""
+        objects = build(self.root, *self.args, *args)
+        return server.fit(self, self.number, objects.trainer, objects.model, objects.data, ckpt_path, min_replies)
 
     def states(self, run: Run) -> dict[int, dict[str, torch.Tensor]]:
-        """The clients' states that count for the server, by client."""
+        """Returns the clients' states that count for the server, by client."""
         versions = {k: version_in(row[server.KEPT]) for k, row in run.clients.rows().items()}
         return {k: dict(self.kept[k % self.number][f"{k}.{version}"]) for k, version in versions.items()}

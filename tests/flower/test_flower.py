@@ -53,7 +53,7 @@ class Network:
         return re.sub(r"\b(8000|9001|9002)\b", lambda port: self.ports[port[0]], text)
 
     def start(self, line: str, name: str) -> subprocess.Popen[bytes]:
-        """A line of the page in a shell of its own, which writes to ``<name>.log``."""
+        """Runs a line of the page in a shell of its own, which writes to ``<name>.log``."""
         with (self.root / f"{name}.log").open("w") as log:
             shell = ["bash", "-c", f"exec {self.local(line)}"]
             self.started.append(
@@ -67,7 +67,7 @@ class Network:
         return (self.root / f"{name}.log").read_text()
 
     def serve(self, line: str, port: str) -> None:
-        """A superlink, when it listens."""
+        """Starts a superlink, and returns when it listens."""
         link = self.start(line, "link")
 
         def listens() -> bool:
@@ -78,19 +78,19 @@ class Network:
         until(listens)
 
     def run(self, line: str, name: str) -> str:
-        """What a command says until it ends."""
+        """Returns what a command says until it ends."""
         self.start(line, name).wait(MOST)
         return self.log(name)
 
     @property
     def folder(self) -> Path:
-        """The run's."""
+        """The run's folder."""
         return newest(self.root / "runs")
 
     def rounds(self) -> int:
-        """Rounds in the metrics of the run."""
-        found = [*self.root.glob("runs/*/*/metrics.csv")]
-        return len(found[0].read_text().splitlines()) - 1 if found else 0
+        """Counts the rounds in the metrics of the run."""
+        files = [*self.root.glob("runs/*/*/metrics.csv")]
+        return len(files[0].read_text().splitlines()) - 1 if files else 0
 
     def lose(self, node: subprocess.Popen[bytes], app: subprocess.Popen[bytes], how: signal.Signals) -> None:
         """Ends a node once the first round is complete, which takes it seconds before its next reply."""
@@ -134,23 +134,23 @@ def environment(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def network(environment: str, tmp_path: Path) -> Iterator[Network]:
-    """With the page's app."""
+    """Makes the network with the page's app."""
     network = Network(tmp_path, environment)
     try:
         (line,) = APP
-        said = network.run(line, "app")
-        assert "start with: flwr run digits" in said, said
+        output = network.run(line, "app")
+        assert "start with: flwr run digits" in output, output
         yield network
     finally:
         network.end()
 
 
 def assert_bits_of_fit(network: Network) -> None:
-    """All that the server keeps, but the clients' states, which are on the nodes."""
+    """Compares all that the server keeps, but not the clients' states, which are on the nodes."""
     config, root = network.root / "digits/config.yaml", network.root / "fit"
     cli("fit", "--config", str(config), f"--trainer.default_root_dir={root}", "--trainer.enable_progress_bar=false")
-    found, expected = state(network.folder), state(newest(root))
-    assert_same(*({k: v for k, v in each.items() if not k.startswith("client.")} for each in (found, expected)))
+    actual, expected = state(network.folder), state(newest(root))
+    assert_same(*({k: v for k, v in tensors.items() if not k.startswith("client.")} for tensors in (actual, expected)))
 
 
 newest_only = pytest.mark.parametrize("environment", ["newest"], indirect=True)
@@ -172,13 +172,13 @@ def test_guide_with_a_lost_node(network: Network, environment: str) -> None:
     app = network.start(run, "first")
     network.lose(lost, app, signal.SIGTERM if environment == "lowest" else signal.SIGKILL)
     app.wait(MOST)
-    said = network.log("first")
-    assert re.search(r"node 1: [^\n]*; start it again, then continue with ckpt-path = last", said), said
-    assert "Traceback" not in said and last(network.folder)["round"] == 1, said
+    output = network.log("first")
+    assert re.search(r"node 1: [^\n]*; start it again, then continue with ckpt-path = last", output), output
+    assert "Traceback" not in output and last(network.folder)["round"] == 1, output
     network.start(nodes[1], "node1 again")
     (line,) = GO_ON
-    said = network.run(line, "second")
-    assert last(network.folder)["round"] == 2 and "Traceback" not in said, said
+    output = network.run(line, "second")
+    assert last(network.folder)["round"] == 2 and "Traceback" not in output, output
     assert_bits_of_fit(network)
     states = [file.name for file in network.root.glob("states/*/*/*.state")]
     assert states and {int(name.partition(".")[0]) % 2 for name in states} == {0, 1}
@@ -194,10 +194,10 @@ def test_run_goes_on_without_a_killed_node(network: Network) -> None:
     app = network.start(f"{run} --run-config min-replies=1", "run")
     network.lose(lost, app, signal.SIGKILL)
     app.wait(MOST)
-    said = network.log("run")
+    output = network.log("run")
     first, second = (n for _, n in metrics(network.folder)["client/dropped"])
-    assert first == 0 < second, said
-    assert re.search(r"round 2: node 1: .*; until it replies again, its clients are dropped", said), said
+    assert first == 0 < second, output
+    assert re.search(r"round 2: node 1: .*; until it replies again, its clients are dropped", output), output
 
 
 @pytest.mark.long
@@ -208,6 +208,6 @@ def test_local_simulation(network: Network) -> None:
     network.env["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"] = port
     network.serve(f"flower-superlink --insecure --simulation --host 127.0.0.1 --port {port}", port)
     *_, line = SIMULATE
-    said = network.run(line, "run")
-    assert last(network.folder)["round"] == 2 and "Traceback" not in said, said
+    output = network.run(line, "run")
+    assert last(network.folder)["round"] == 2 and "Traceback" not in output, output
     assert_bits_of_fit(network)

@@ -59,7 +59,7 @@ FURTHER = (*NEW, *METHODS[1:], "FedGAMMA", "no state", "robust", "class counts",
     "args", [pytest.param(CASES[c], id=c, marks=[pytest.mark.slow] * (c in FURTHER)) for c in CASES]
 )
 def test_nodes_give_the_bits_of_the_trainer(args: list[str], tmp_path: Path) -> None:
-    """Weights, all of the server's state, metrics, and what the clients keep."""
+    """Weights, all of the server's state, metrics, and what the clients keep are the same."""
     expected = trained(tmp_path / "trainer", *args, ROUNDS)
     nodes = Nodes(tmp_path, *args, ROUNDS)
     run = nodes.fit()
@@ -67,15 +67,15 @@ def test_nodes_give_the_bits_of_the_trainer(args: list[str], tmp_path: Path) -> 
     assert metrics(run.folder.path) == metrics(expected.folder.path)
     assert run.state.failures == expected.state.failures
     assert run.state.failures.keys() == ({*FAILED} if FAULTS[0] in args else set())
-    here, there = nodes.states(run), expected.clients.rows()
-    assert here.keys() == there.keys()
-    for client, row in there.items():
-        assert_same(here[client], row)
+    states, rows = nodes.states(run), expected.clients.rows()
+    assert states.keys() == rows.keys()
+    for client, row in rows.items():
+        assert_same(states[client], row)
         assert sum(key.startswith(f"{client}.") for key in nodes.kept[client % 2]) <= 3
 
 
 def test_wire_is_what_the_algorithm_declares(tmp_path: Path) -> None:
-    """The tensors that are declared, as many numbers as the run counts, and plain values of a few names."""
+    """It is the declared tensors, as many numbers as the run counts, and plain values of a few names."""
     nodes = Nodes(tmp_path, "--model=FedGloSS", "--model.ascent=SAM", ROUNDS)
     run = nodes.fit()
     down, up = ({*names} for names in run.objective.wire)
@@ -149,12 +149,12 @@ def test_messages_hold_no_seed_of_the_noise(hole: bool, tmp_path: Path, monkeypa
     key, sent, integers = run.aggregation.noise_key, dict[int, torch.Tensor](), set[int]()
     assert key is not None
     for message, _ in nodes.log:
-        values = [value for of in message.values.values() for value in of.values()]
+        values = [value for fields in message.values.values() for value in fields.values()]
         integers |= {value for value in values if type(value) is int}
         assert not any(key.secret.hex()[:8] in str(value) for value in values)
-        for of in message.values.values():
-            if "t" in of:
-                sent[int(of["t"])] = message.tensors["down"]["w"]
+        for fields in message.values.values():
+            if "t" in fields:
+                sent[int(fields["t"])] = message.tensors["down"]["w"]
     released = (sent[1] - sent[0]) * 3
 
     def rest(noise: torch.Tensor) -> float:
@@ -197,13 +197,13 @@ class Dying(Failing):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The server's state after a run without failures."""
+    """Returns the server's state after a run without failures."""
     return dict(trained(tmp_path_factory.mktemp("expected"), *STATEFUL).server)
 
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is left of server and nodes that died in round 4; the last checkpoint is that of round 2."""
+    """Returns what is left of server and nodes that died in round 4; the last checkpoint is that of round 2."""
     root = tmp_path_factory.mktemp("left")
     process = multiprocessing.get_context("fork").Process(target=lambda: Dying(root, *STATEFUL, stored=True).fit())
     process.start()
@@ -214,7 +214,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dead(left: Path, tmp_path: Path) -> Path:
-    """A test's own copy of it."""
+    """Returns a test's own copy of it."""
     return Path(shutil.copytree(left, tmp_path, dirs_exist_ok=True))
 
 
@@ -243,7 +243,7 @@ def test_lost_state_is_one_line(damage: Any, line: str, dead: Path) -> None:
 
 @pytest.mark.parametrize("at", [pytest.param(4, marks=pytest.mark.slow), 5])
 def test_round_that_fails_in_a_phase_is_done_again(at: int, tmp_path: Path) -> None:
-    """Of NaiveFedGloSS, in its first or second phase: the nodes return to the states before the round."""
+    """In the first or second phase of NaiveFedGloSS, the nodes return to the states before the round."""
     args = ["--model=NaiveFedGloSS", "--trainer.max_rounds=3", "--trainer.clients_per_round=6"]
     nodes = Failing(tmp_path, *args)
     nodes.at = at
@@ -300,10 +300,10 @@ def test_upload_of_another_form_counts_as_not_finite(
     assert expected.metrics["client/refused"] == 3
     capsys.readouterr()
     for name, (change, line) in OTHERS.items():
-        found, said = run(name, change), capsys.readouterr().out
-        assert_same(found.server, expected.server)
-        assert metrics(found.folder.path) == metrics(expected.folder.path)
-        assert re.findall(f"^client 1: .*{line}.*; refused", said, re.M) and said.count("client 1: ") == 1
+        actual, output = run(name, change), capsys.readouterr().out
+        assert_same(actual.server, expected.server)
+        assert metrics(actual.folder.path) == metrics(expected.folder.path)
+        assert re.findall(f"^client 1: .*{line}.*; refused", output, re.M) and output.count("client 1: ") == 1
     if model == "SCAFFOLD":
         assert_same(run("version", lambda w: w, "7" * 9).server, expected.server)
 
@@ -339,8 +339,8 @@ def test_clients_of_a_lost_node_are_dropped(model: str, tmp_path: Path, capsys: 
     assert [n for _, n in metrics(run.folder.path)["client/dropped"]] == [0, 3, 3, 0]
     for client, row in expected.clients.rows().items():
         assert_same(nodes.states(run)[client], row)
-    said = [line for line in capsys.readouterr().out.splitlines() if " node " in line]
-    assert said == [
+    lines = [line for line in capsys.readouterr().out.splitlines() if " node " in line]
+    assert lines == [
         "round 2: node 1: gone; until it replies again, its clients are dropped",
         "round 4: node 1: replies again",
     ]
@@ -371,7 +371,7 @@ def test_node_lost_in_a_phase(lost: tuple[int, ...], tmp_path: Path) -> None:
     ],
 )
 def test_too_few_replies_end_the_run(error: UserError | None, least: int | None, line: str, tmp_path: Path) -> None:
-    """In one line; the last whole round is saved, and the run goes on from it to the same bits."""
+    """They do in one line; the last complete round is saved, and the run goes on from it to the same bits."""
     nodes = Lost(tmp_path, "--model=SCAFFOLD", *ALL, ROUNDS)
     nodes.lost, nodes.error = (3,), error
     with pytest.raises(UserError, match=f"^{line}$"):
@@ -389,11 +389,11 @@ def test_small_cohort_needs_all_of_its_clients(tmp_path: Path) -> None:
 
 
 def test_node_that_differs_is_refused(tmp_path: Path) -> None:
-    """Another seed; other data; a number that another node has; another frozen layer below the same trained one."""
+    """It has another seed, other data, another node's number, or another frozen layer below the same trained one."""
     nodes = Nodes(tmp_path, "--model=FedAvg")
-    for other, line in (("--trainer.seed=1", "makes another model"), ("--data.num_clients=5", "samples here")):
+    for argument, line in (("--trainer.seed=1", "makes another model"), ("--data.num_clients=5", "samples here")):
         with pytest.raises(UserError, match=line):
-            nodes.fit(None, other)
+            nodes.fit(None, argument)
     nodes.nodes.reverse()
     with pytest.raises(UserError, match="partition-id"):
         nodes.fit()
@@ -410,7 +410,7 @@ def test_node_that_differs_is_refused(tmp_path: Path) -> None:
 def test_runs_of_one_name_keep_their_states_apart(tmp_path: Path) -> None:
     """Two servers' runs have names of their own on a node; a run that continues has its own."""
     servers = [Nodes(tmp_path / root, "--model=SCAFFOLD", stored=True) for root in "ab"]
-    folders = [server.fit(*how).folder for server in servers for how in ((), ("last", "--trainer.max_rounds=3"))]
+    folders = [server.fit(*args).folder for server in servers for args in ((), ("last", "--trainer.max_rounds=3"))]
     assert {folder.label for folder in folders} == {"SCAFFOLD-Digits/version_0"}
     named = [{message.values["round"]["run"] for message, _ in server.log} for server in servers]
     assert [len(names) for names in named] == [1, 1] and named[0] != named[1]
@@ -419,9 +419,9 @@ def test_runs_of_one_name_keep_their_states_apart(tmp_path: Path) -> None:
 def test_kept_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     args = ["--model=FedAvg", "--trainer.clients_per_round=6"]
 
-    def nodes(name: str, *more: str) -> Nodes:
+    def nodes(name: str, *options: str) -> Nodes:
         optimizer = [f"--model.optimizer={name}", "--model.optimizer.state=keep"]
-        return Nodes(tmp_path, *args, *optimizer, *more, stored=True)
+        return Nodes(tmp_path, *args, *optimizer, *options, stored=True)
 
     nodes("AdamW").fit()
     with pytest.raises(UserError, match=r"its state \w{8} is that of another algorithm or optimizer"):
@@ -429,7 +429,7 @@ def test_kept_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_versions_are_exact() -> None:
-    """In float32, zeros are no version, and a version is one of content."""
+    """They are in float32; zeros are no version, and a version is one of content."""
     like = torch.zeros(1)
     for version in ("00000000", "ffffffff", "0001ff80"):
         assert version_in(row_of(version, like)) == version
@@ -442,11 +442,11 @@ def test_versions_are_exact() -> None:
 
 
 def test_trainer_takes_a_checkpoint_only_if_nothing_is_on_nodes(tmp_path: Path) -> None:
-    """That of a stateful algorithm can be evaluated, and continued on its nodes only."""
+    """One of a stateful algorithm can be evaluated, and continued on its nodes only."""
     run = Nodes(tmp_path / "smoo", "--model=FedSMOO").fit()
     path = str(run.folder.last)
-    made = build(tmp_path / "smoo", "--model=FedSMOO")
-    assert made.trainer.test(made.model, made.data, path) == {
+    objects = build(tmp_path / "smoo", "--model=FedSMOO")
+    assert objects.trainer.test(objects.model, objects.data, path) == {
         name: run.metrics[name] for name in ("server/test/acc", "server/test/loss")
     }
     with pytest.raises(UserError, match="its client state"):
@@ -458,7 +458,7 @@ def test_trainer_takes_a_checkpoint_only_if_nothing_is_on_nodes(tmp_path: Path) 
 
 
 def test_command_writes_an_app_of_the_config(tmp_path: Path) -> None:
-    """From its config.yaml the run of the same arguments."""
+    """Its config.yaml gives the run of the same arguments."""
     args = ["--model=FedSMOO", *DIGITS, "--trainer.engine=auto", f"--trainer.default_root_dir={tmp_path}/runs"]
     cli("flower", str(tmp_path / "My App"), "--nodes=2", *args)
     app = tmp_path / "My App"

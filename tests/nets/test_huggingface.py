@@ -101,7 +101,7 @@ def test_padding_is_not_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NETS)
 def test_adapters_train_and_have_curvature(name: str, tmp_path: Path) -> None:
-    """From a config alone; LoRA is trained by SAM, the rest is as it was, and lambda_max is of the merged weights."""
+    """A config is enough; LoRA is trained by SAM, the rest is as it was, and lambda_max is of the merged weights."""
     path, task, targets = folder(name, tmp_path / "net", weights=False)
     torch.manual_seed(0)
     head = "net.score" if name == "causal" else "net.classifier"
@@ -121,7 +121,7 @@ def test_adapters_train_and_have_curvature(name: str, tmp_path: Path) -> None:
 
 
 def test_all_weights_of_a_net_train(tmp_path: Path) -> None:
-    """Without a policy for its constants, which are buffers that no file holds."""
+    """They need no policy for its constants, which are buffers that no file holds."""
     path, task, _ = folder("distilbert", tmp_path / "net")
     samples = [(x, i % 3) for i, x in enumerate(inputs(task))]
     trainer = FederatedTrainer(

@@ -79,7 +79,7 @@ def test_fasttext_is_a_linear_function_of_mean_embeddings() -> None:
 
 
 def test_vit_against_torch_attention() -> None:
-    """One block, by nn.MultiheadAttention; queries make up for its other scale."""
+    """One block is computed by nn.MultiheadAttention; queries make up for its other scale."""
     torch.manual_seed(0)
     net, heads, dim = ViTCIFAR(num_classes=3, dim=8, blocks=1, heads=2).double(), 2, 8
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
@@ -113,7 +113,7 @@ def test_preactivation_resnet_keeps_its_size_between_stages() -> None:
 
 
 def test_hsu_cnn_is_the_published_network() -> None:
-    """Same function with ReLU before pooling, as the papers draw it."""
+    """The function is the same with ReLU before pooling, as the papers draw it."""
     net = HsuCNN().double()
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (w1, b1), (w2, b2), *linear = [(m.weight, m.bias) for m in net if hasattr(m, "weight")]
@@ -180,16 +180,16 @@ SLOW = {"ResNet18GN"}  # ResNet8GN is of the same blocks
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SMALL])
 def small(request: Any) -> tuple[Small, nn.Module, Tensor, Tensor]:
-    """A net in float64, two clients' minibatches of two samples."""
+    """Returns a net in float64, two clients' minibatches of two samples."""
     torch.manual_seed(0)
-    it = SMALL[request.param]
-    return it, it.make().double(), it.draw(2, 2), torch.randint(0, it.classes, (2, 2))
+    case = SMALL[request.param]
+    return case, case.make().double(), case.draw(2, 2), torch.randint(0, case.classes, (2, 2))
 
 
 @pytest.mark.sampled(quick=11, slow=5)
 def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
-    """Of FlatNet, of vmap over clients at different weights, and of images in channels_last: all the same."""
-    it, net, x, y = small
+    """FlatNet, vmap over clients at different weights, and images in channels_last all give the same."""
+    case, net, x, y = small
     spec = FlatSpec(net)
     w0 = spec.vector(net)
     w = torch.stack([w0, w0 * 1.01])
@@ -204,9 +204,9 @@ def test_gradients_flat_batched_and_channels_last(small: Any) -> None:
         plain = torch.autograd.grad(F.cross_entropy(net(x[k]), y[k]), list(net.parameters()))
         expected = torch.cat([g.reshape(-1) for g in plain])
         assert expected.norm() > 1e-6
-        seen = x[k].contiguous(memory_format=torch.channels_last) if it.channels else x[k]
-        own = flat.gradient(F.cross_entropy(net(seen), y[k]))
-        torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-11)
+        seen = x[k].contiguous(memory_format=torch.channels_last) if case.channels else x[k]
+        gradient = flat.gradient(F.cross_entropy(net(seen), y[k]))
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(batched[k], expected, rtol=1e-9, atol=1e-11)
 
 
@@ -219,7 +219,7 @@ def test_a_parameter_without_axes() -> None:
 
 @pytest.mark.sampled(quick=11)
 def test_hessian_vector_product_is_the_slope_of_the_gradient(small: Any) -> None:
-    """Double backward against a central difference."""
+    """Double backward agrees with a central difference."""
     _, net, x, y = small
     spec, x, y = FlatSpec(net), x[0], y[0]
     w = spec.vector(net)
@@ -240,7 +240,7 @@ def test_hessian_vector_product_is_the_slope_of_the_gradient(small: Any) -> None
 
 @pytest.mark.sampled(quick=3)
 def test_bfloat16_autocast(small: Any) -> None:
-    """Logits near those of float32, gradients finite and in float32."""
+    """Logits are near those of float32, gradients finite and in float32."""
     _, net, x, y = small
     net, x, y = net.float(), x[0].float() if x.is_floating_point() else x[0], y[0]
     flat = FlatNet(net)
@@ -255,7 +255,7 @@ def test_bfloat16_autocast(small: Any) -> None:
 
 @pytest.mark.parametrize("make", [lambda: nn.GroupNorm(2, 4), lambda: nn.LayerNorm(3), lambda: nn.Embedding(5, 4, 0)])
 def test_hessian_vector_products_under_vmap(make: Callable[[], nn.Module]) -> None:
-    """Of what normalises and embeds, a product for each of two clients is that of each alone."""
+    """For layers that normalise and embed, a product for each of two clients is that of each alone."""
     torch.manual_seed(0)
     layer = make().double()
     spec = FlatSpec(layer)
@@ -285,16 +285,16 @@ def test_hessian_vector_products_under_vmap(make: Callable[[], nn.Module]) -> No
 def test_bisenet() -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
-        whole, plain = BiSeNetV2(), BiSeNetV2(auxiliary=False)
+        full, plain = BiSeNetV2(), BiSeNetV2(auxiliary=False)
         heads = [
             9 * channels * 128 + 2 * 128 + (128 + 1) * 19 * up**2
             for channels, up in ((16, 4), (32, 8), (64, 16), (128, 32))
         ]
-        own, without = (sum(p.numel() for p in net.parameters()) for net in (whole, plain))
-        assert own == without + sum(heads)
-        assert {tuple(y.shape) for y in whole(torch.zeros(2, 3, 64, 96))} == {(2, 19, 64, 96)}
-        assert len(whole(torch.zeros(2, 3, 32, 32))) == 5
-        assert whole.eval()(torch.zeros(2, 3, 64, 32)).shape == (2, 19, 64, 32)
+        total, without = (sum(p.numel() for p in net.parameters()) for net in (full, plain))
+        assert total == without + sum(heads)
+        assert {tuple(y.shape) for y in full(torch.zeros(2, 3, 64, 96))} == {(2, 19, 64, 96)}
+        assert len(full(torch.zeros(2, 3, 32, 32))) == 5
+        assert full.eval()(torch.zeros(2, 3, 64, 32)).shape == (2, 19, 64, 32)
     net = BiSeNetV2(num_classes=2)
     branches = net.segment[1][0], net.segment[1][1]
     x = torch.randn(2, 16, 8, 8)
@@ -333,17 +333,17 @@ def test_mobilenet_takes_weights_of_batchnorm(tmp_path: Any) -> None:
 
     source = mobilenet_v2(num_classes=5)
     torch.save(source.state_dict(), path := tmp_path / "mobilenet.pth")
-    other, same = (MobileNetV2GN(classes, pretrained=str(path)) for classes in (4, 5))
-    given = source.state_dict()
-    for name, value in other.net.state_dict().items():
-        assert torch.equal(value, given[name]) == (not name.startswith("classifier.")), name
-    assert torch.equal(same.net.classifier[1].weight, source.classifier[1].weight)
+    new_head, same_head = (MobileNetV2GN(classes, pretrained=str(path)) for classes in (4, 5))
+    weights = source.state_dict()
+    for name, value in new_head.net.state_dict().items():
+        assert torch.equal(value, weights[name]) == (not name.startswith("classifier.")), name
+    assert torch.equal(same_head.net.classifier[1].weight, source.classifier[1].weight)
     for name, change in (
         ("features.0.0.weight", lambda state, name: state.pop(name)),
         ("features.3.new", lambda state, name: state.update({name: torch.zeros(1)})),
         ("features.0.1.bias", lambda state, name: state.update({name: torch.zeros(3)})),
     ):
-        state = dict(given)
+        state = dict(weights)
         change(state, name)
         torch.save(state, path)
         with pytest.raises(UserError, match=f"pretrained does not fit MobileNetV2: '{name}' is missing, unknown"):
@@ -362,10 +362,10 @@ def test_weights_that_cannot_be_downloaded_are_one_line(tmp_path: Any, monkeypat
         raise URLError("no network")
 
     monkeypatch.setattr("torch.hub.urlopen", offline)
-    said = (
+    message = (
         r"pretrained = torchvision: https://.*mobilenet_v2.*\.pth cannot be downloaded \(.*no network.*\); put the file"
     )
-    with pytest.raises(UserError, match=rf"{said} into {tmp_path}/hub/checkpoints, or give its path$"):
+    with pytest.raises(UserError, match=rf"{message} into {tmp_path}/hub/checkpoints, or give its path$"):
         MobileNetV2GN(pretrained="torchvision")
 
 
@@ -388,7 +388,7 @@ def test_heads_must_divide_the_width(net: Callable[[], nn.Module]) -> None:
 def test_group_norm_behind_frozen_layers_gets_contiguous_inputs_where_torch_crashes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before torch 2.15, on the CPU; an input that needs a gradient stays channels_last."""
+    """It does before torch 2.15, on the CPU; an input that needs a gradient stays channels_last."""
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0"))
     net, seen = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), list[Tensor]()
     FedAvg(net), FedAvg(net)
