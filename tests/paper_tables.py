@@ -74,7 +74,7 @@ def states() -> str:
     lines = [["", "figures", "what is missing"]]
     for paper, paper_figures in drawn.items():
         missing = "; ".join(f"{figure.number}: {figure.missing}" for figure in paper_figures if figure.missing)
-        lines.append([paper, ", ".join(dict.fromkeys(figure.whole for figure in paper_figures)), missing])
+        lines.append([paper, ", ".join(dict.fromkeys(figure.figure for figure in paper_figures)), missing])
     return markdown(lines)
 
 

@@ -95,10 +95,10 @@ def name(figure: PaperFigure) -> str:
 
 
 def test_all_figures_are_known() -> None:
-    assert len({(figure.paper, figure.whole) for figure in DRAWN}) == 46
+    assert len({(figure.paper, figure.figure) for figure in DRAWN}) == 46
     schematics = {name(figure) for paper in PAPERS for figure in figures(paper) if figure.schematic}
     assert schematics == {"fedsmoo 1", "fedgf 3", "fedgloss 3", "fedgmt 1"}
-    assert {(figure.paper, figure.whole) for figure in DRAWN if figure.missing} == PARTS
+    assert {(figure.paper, figure.figure) for figure in DRAWN if figure.missing} == PARTS
 
 
 def test_a_figure_draws_what_the_paper_says() -> None:
@@ -137,7 +137,7 @@ def test_dry_run_says_what_a_figure_is(
     cli("reproduce", figure.paper, f"fig{figure.number}", "--dry-run", *SMALL)
     first, state, *rest = capsys.readouterr().out.splitlines()
     assert first == f"{figure.paper}, Figure {figure.number}: {figure.shows} ({figure.draws})"
-    part = (figure.paper, figure.whole) in PARTS
+    part = (figure.paper, figure.figure) in PARTS
     assert state.startswith("a part of the paper's figure; missing: ") if part else state == "as the paper describes it"
     assert bool(figure.taken) == rest[0].startswith("open in the text that we had, and assumed: ")
     commands = [line for line in rest if line.startswith("fl-lightning ")]

@@ -38,12 +38,12 @@ def test_a_run_for_a_table_serves_the_figure() -> None:
 
 def test_settings_that_are_tried() -> None:
     runs = figure_tasks(figure("fedgloss", "19a")[0])
-    assert [task.whole[-1] for task in runs[:4]] == ["--trainer.local_epochs=1"] * 4
-    assert [[word for word in task.whole if "rho=" in word] for task in runs[:4]] == [
+    assert [task.args[-1] for task in runs[:4]] == ["--trainer.local_epochs=1"] * 4
+    assert [[word for word in task.args if "rho=" in word] for task in runs[:4]] == [
         ["--model.rho=0.01"], ["--model.rho=0.05"], ["--model.rho=0.1"], ["--model.rho=0.2"],
     ]  # fmt: skip
     epochs = [task for task in figure_tasks(figure("fedsmoo", "4")[0]) if task.setting and task.setting[0] == "epochs"]
-    assert [task.whole[-1] for task in epochs] == [f"--trainer.local_epochs={n}" for n in (1, 2, 5, 10, 20)]
+    assert [task.args[-1] for task in epochs] == [f"--trainer.local_epochs={n}" for n in (1, 2, 5, 10, 20)]
 
 
 def test_measures_of_a_figure() -> None:

@@ -633,7 +633,7 @@ def test_plane_and_line_through_checkpoints(runs: dict[str, Path], tmp_path: Pat
     cli("interpolate", a, b, "--points=4", f"--out={tmp_path}")
     (line,) = json.loads((tmp_path / "interpolate.json").read_text()).values()
     losses = dict(zip(line["gammas"], line["loss"]["test"], strict=True))
-    for gamma, name in ((0.0, "a"), (1.0, "b")):
+    for gamma, name in ((1.0, "a"), (0.0, "b")):
         assert losses[gamma] == pytest.approx(metrics(runs[name])["server/test/loss"][-1][1], rel=1e-5)
 
 
