@@ -128,7 +128,7 @@ def test_comparison(tmp_path: Path) -> None:
     groups = compare([folder], last=2)
     shown = {column.key: column for column in columns(groups) if column.table == "clients"}
     assert list(shown) == ["clients", "clients_std", "worst_decile", "local_gap"]
-    assert [groups[0].values(column.of) for column in shown.values()] == [[0.5], [0.1], [0.4], [-0.2]]
+    assert [groups[0].values(column.statistic) for column in shown.values()] == [[0.5], [0.1], [0.4], [-0.2]]
     assert [column.mode for column in shown.values()] == ["max", "min", "max", None]
     head = r"\shortstack[r]{worst 10 \\ \% of \\ clients $\uparrow$}"
     assert head in latex(groups, columns(groups)) and "& 40.00 &" in latex(groups, columns(groups))
