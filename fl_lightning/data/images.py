@@ -296,10 +296,8 @@ class Landmarks(FederatedDataModule):
     def load(self) -> tuple[Any, Any, Any, Any]:
         """See :class:`FederatedDataModule`."""
         files = find_files("data.data_dir", self.data_dir, ("federated_train.csv", "test.csv"), LANDMARKS)
-        train, test = (
-            _landmark_rows(files[0], ("user_id", "image_id", "class")),
-            _landmark_rows(files[1], ("image_id", "class")),
-        )
+        train = _landmark_rows(files[0], ("user_id", "image_id", "class"))
+        test = _landmark_rows(files[1], ("image_id", "class"))
         if self._by_user:
             self.partition = Natural([row["user_id"] for row in train])
         y_train, y_test = (np.array([int(row["class"]) for row in rows]) for rows in (train, test))

@@ -289,10 +289,8 @@ class RecordedRounds(Rounds):
     def _steps(self, record: RoundRecord, tensors: Tensors, ctx: ClientContext) -> Piece:
         """Returns the replay of the local steps of single rounds."""
         blocks = {name: v for name, v in tensors.items() if name.startswith("block.")}
-        step, unroll = (
-            self.engine.record_of({**record.example, **blocks}, ctx),
-            self.engine.unrolled(len(blocks["block.y"])),
-        )
+        step = self.engine.record_of({**record.example, **blocks}, ctx)
+        unroll = self.engine.unrolled(len(blocks["block.y"]))
         carried = len(step.stage.outputs)
 
         def steps(*values: Tensor) -> Values:

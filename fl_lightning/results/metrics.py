@@ -254,10 +254,8 @@ def _numbers(path: Path, what: str, *integers: str) -> Iterator[list[Any]]:
             if missing := [name for name in integers if name not in head]:
                 raise ValueError(f"no column named {missing[0]}")
             yield head
-            reads, indices = (
-                [int if name in integers else float for name in head],
-                [head.index(name) for name in integers],
-            )
+            reads = [int if name in integers else float for name in head]
+            indices = [head.index(name) for name in integers]
             for line, row in enumerate(rows, 2):  # noqa: B007  the message names it
                 if len(row) != len(head):
                     raise ValueError(f"{len(row)} cells, not {len(head)}")

@@ -94,10 +94,8 @@ def page(file: Path) -> tuple[str, list[dict[str, Any]]]:
     for claim in text["claims"]:
         findings = judged(claim, columns)
         tested = [(column, finding) for column, finding in zip(columns, findings, strict=True) if finding.verdict]
-        verdict, leaning = (
-            overall(finding.verdict for column, finding in tested if column.suite.alone),
-            overall(finding.leaning for _, finding in tested),
-        )
+        verdict = overall(finding.verdict for column, finding in tested if column.suite.alone)
+        leaning = overall(finding.leaning for _, finding in tested)
         verdicts[verdict] += 1
         leanings[leaning] += 1
         than = f", more than at {claim['beyond']}" if "beyond" in claim else ""

@@ -61,11 +61,8 @@ class Cohort:
     def _landed(cls, run: Run, flight: Flight, timing: Timing) -> Cohort:
         waves = list[list[Task]]()
         for task in flight.arrived:
-            if (
-                not waves
-                or waves[-1][0].version != task.version
-                or task.client in [member.client for member in waves[-1]]
-            ):
+            trained = [member.client for member in waves[-1]] if waves else []
+            if not waves or waves[-1][0].version != task.version or task.client in trained:
                 waves.append([])
             waves[-1].append(task)
         cohorts = list[Cohort]()
@@ -82,10 +79,8 @@ class Cohort:
             waits = number + 1 < len(waves)
             faults = run.settings.faults
             cohorts.append(replace(cohort, contexts=contexts, attendance=attendance, faults=faults, waits=waits))
-        clients, contexts = (
-            [task.client for task in flight.arrived],
-            [ctx for cohort in cohorts for ctx in cohort.contexts],
-        )
+        clients = [task.client for task in flight.arrived]
+        contexts = [ctx for cohort in cohorts for ctx in cohort.contexts]
         union = replace(cohorts[0], t=flight.t, asked=len(clients), clients=clients, contexts=contexts)
         return replace(union, flight=flight, waves=tuple(cohorts))
 

@@ -121,10 +121,8 @@ class Experiment:
         if ahead:
             count = max(count, ahead + settings.asked(data, client))
         draw = generator(self.seed, "batches", ctx.stream, phase, client)
-        batches, first = (
-            data.client_batches(client, settings.local_epochs, count, draw, self.dtype),
-            0 if alone else ahead,
-        )
+        batches = data.client_batches(client, settings.local_epochs, count, draw, self.dtype)
+        first = 0 if alone else ahead
         return batches.take(range(first, first + ctx.K)) if ahead else batches
 
     def minibatch_table(self, clients: Sequence[int], contexts: Sequence[ClientContext]) -> MinibatchTable:

@@ -366,9 +366,8 @@ class Phase:
             return result
         current = objective.known(self.current)
         # statistics are no sum of updates, and a mix of variances is none below 0
-        received = (
-            objective.known(self.sent) | {n: v for n, v in current.items() if n == "buffers"} if staleness else current
-        )
+        statistics = {name: v for name, v in current.items() if name == "buffers"}
+        received = objective.known(self.sent) | statistics if staleness else current
         upload = {name: rule.seen(v, received[name], current[name], staleness) for name, v in result.upload.items()}
         return replace(result, upload=upload)
 
@@ -395,8 +394,6 @@ class Phase:
         if stream:
             mine = cohort.shares[run.fabric.global_rank] if cohort else []
             upcoming = [run.minibatches(cohort.clients[p], cohort.contexts[p]) for p in mine] if cohort else []
-            run.data.read_ahead(
-                [*(job.minibatches.indices for job in jobs), *(batches.indices for batches in upcoming)]
-            )
+            run.data.read_ahead([*(job.minibatches.indices for job in jobs), *(b.indices for b in upcoming)])
         if rows and cohort is not None:
             run.clients.read_ahead([k for k in cohort.clients if run.clients.owns(k)])

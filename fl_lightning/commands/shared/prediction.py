@@ -339,10 +339,8 @@ def ahead(run: Run) -> Iterator[Ahead]:
                 attendance = settings.faults.attendance(clients, [steps(k) for k in clients], t, phase, run.seed)
                 attendances.append(attendance if timing is None else timing.attendance(attendance, phase))
                 clients = [*attendances[-1].steps]
-            first, numbers = (
-                [*attendances[0].steps.values()],
-                [(attendance.receivers, len(attendance.steps)) for attendance in attendances],
-            )
+            first = [*attendances[0].steps.values()]
+            numbers = [(attendance.receivers, len(attendance.steps)) for attendance in attendances]
             late = sum(len(attendance.late) for attendance in attendances)
             metrics = {} if timing is None else timing.metrics(metrics, attendances)
         bits = sum(n * size for pair in zip(numbers, wire, strict=True) for n, size in zip(*pair, strict=True))

@@ -109,9 +109,8 @@ class MeasurementContext:
         if split == "test":
             return self.share("test"), len(data.y_test), "test set"
         chosen = data.sample_indices(samples, self.run.seed)
-        complete = len(chosen) == int(data.client_sizes.sum())
-        description = "training data of all clients"
-        return self.share(chosen), len(chosen), description if complete else f"{description}, stratified sample"
+        part = "" if len(chosen) == int(data.client_sizes.sum()) else ", stratified sample"
+        return self.share(chosen), len(chosen), f"training data of all clients{part}"
 
     def union(self, clients: Sequence[int]) -> tuple[Batches, int, str]:
         """Returns the data of some clients, as `train` does."""
