@@ -61,12 +61,16 @@ def page(
         methods: Some of the methods, and the reference; None: all.
 
     Raises:
-        UserError: If a row is damaged, or there is no row of a method.
+        UserError: If a row is damaged, rows are of two stores, or there is no row of a method.
     """
     of_column = grouped((folder.parents[1], folder) for folder in sorted(find_runs(rows)))
-    store = next(
-        (folder for column in of_column for folder in (column, *column.parents) if (folder / ABOUT).is_file()), None
-    )
+    stores = {
+        next((folder for folder in (column, *column.parents) if (folder / ABOUT).is_file()), None)
+        for column in of_column
+    } - {None}
+    store = next(iter(stores), None)
+    store_names = ", ".join(sorted(folder.name for folder in stores if folder))
+    ensure(len(stores) < 2, f"paths: rows of {store_names}; a page has the rules of one store, give rows of one")
     about = {"title": "Ledger", "text": "", **(about_of(store) if store else {})}
     suite = Suite.of(store) if store else Suite()
     source = f", from {suite.source}" if suite.source else ""

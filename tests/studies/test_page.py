@@ -56,6 +56,15 @@ def test_methods_are_compared_within_a_column_only(tmp_path: Path) -> None:
     assert [[*table(text)][2:] for _, text, _ in page([tmp_path / "rows"], ["B"])[1]] == [["A", "B"], ["A"]]
 
 
+def test_a_page_has_the_rules_of_one_store(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        made(tmp_path / name, {"c/A": BETTER})
+        (tmp_path / name / "rows").rename(tmp_path / name / name)
+    with pytest.raises(UserError, match=r"^paths: rows of a, b; a page has the rules of one store"):
+        page([tmp_path / "a" / "a", tmp_path / "b" / "b"])
+
+
 def test_rows_of_two_configs_of_a_method_keep_its_name_and_every_torch_is_told(tmp_path: Path) -> None:
     made(tmp_path, {"c/A": BETTER, "c/B": BASE})
     with Store.edited(tmp_path / "rows") as store:
