@@ -26,8 +26,6 @@ PAPERS = {
 PER_CLASS = {"alpha=0.05": "alpha=0.005"}
 """FedGF prints the parameter of a class, the others that of all ten."""
 LEDGER = Path(__file__).parents[2] / "ledger/cifar10"
-LEDGER_ROWS = {"FedGloSS+SAM": "FedGloSS"}
-"""Rows of the ledger that have another name than the run."""
 Found = dict[str, dict[str, Any]]
 Lines = list[list[str]]
 
@@ -186,7 +184,7 @@ def science(items: Found) -> list[str]:
 
 def ledger(name: str) -> dict[str, Any]:
     """Returns the row of the ledger with the settings of a run; nothing if there is none."""
-    return summary(read_run(*located(LEDGER / LEDGER_ROWS.get(name, name) / "seed_0")), ROUNDS, EVAL_LAST)
+    return summary(read_run(*located(LEDGER / name / "seed_0")), ROUNDS, EVAL_LAST)
 
 
 def accuracy(v: dict[str, Any]) -> str:
