@@ -76,6 +76,8 @@ class SampleStore(Checked, L.LightningDataModule, ABC, key="data"):
         samples = f"{int(self.clients.sizes.sum()):,} training samples of shape {self.input_shape}"
         return f"{text}: {samples}, {self.num_classes} {self.task.unit}"
 
+    __str__ = __repr__  # Lightning's lists the sizes of DataLoaders
+
     @property
     def num_classes(self) -> int:
         """Number of classes, labels or target values; exists after setup."""

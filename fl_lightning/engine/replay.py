@@ -35,7 +35,7 @@ class Record:
         compared: The round in which it was last recorded, for use or to compare.
     """
 
-    stage: "Stage"
+    stage: Stage
     replay: Replay
     compared: int
 

@@ -50,7 +50,7 @@ def test_objects_show_shapes_and_settings(tmp_path: Path) -> None:
     assert repr(data) == DATA
     federated = trainer(default_root_dir=str(tmp_path))
     run = federated.fit(SCAFFOLD(DigitsMLP()), data)
-    assert repr(data) == f"{DATA}: 1,437 training samples of shape (1, 8, 8), 10 classes"
+    assert str(data) == repr(data) == f"{DATA}: 1,437 training samples of shape (1, 8, 8), 10 classes"
     assert repr(run) == "Run(SCAFFOLD-Digits: 4 clients, 4,810 weights, round 1 of 1)"
     assert repr(run.server) == "State(w: (4810,), c: (4810,))"
     assert repr(run.state).startswith(f"RunState(round 1, server: {run.server}, metrics: client/train/loss, ")
