@@ -80,7 +80,8 @@ def run(
             with Store.edited(folder) as store:
                 for name in names:
                     store.remove(name)
-                    say(f"removed: {folder / name}")
+            for name in names:
+                say(f"removed: {folder / name}")
     elif action == "check":
         rows = [
             (folder, name) for folder, names in _rows(paths).items() for name in names if added is None or name in added
