@@ -4,6 +4,7 @@ Performance profiles show what reaching the target costs over all columns of a s
 """
 
 import math
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +15,7 @@ import numpy as np
 from fl_lightning.core import Figure, ensure, grouped
 from fl_lightning.results import ABOUT, Group, find_runs, markdown, plot_curves, plot_tradeoff, store_of
 from fl_lightning.results.compare import compare
+from fl_lightning.results.compare import shown as printed
 from fl_lightning.results.table import Markup, cell, columns, differences
 from fl_lightning.studies import tuning
 from fl_lightning.studies.check import verdict
@@ -42,7 +44,7 @@ SCORES = (
 )
 TRIED = (
     "Accuracy on held-out data and lambda_max of all settings that were tried: the ones on the front, where no other "
-    "setting is better in both."
+    "setting is better in both. `tuning.csv` of the store has all of them, with every digit."
 )
 Section = tuple[str, str, Callable[[], Figure]]
 """A column on the page: its name, its text, and what draws its figure."""
@@ -118,9 +120,12 @@ def _names(group: Group) -> set[str]:
 def _tried(front: Sequence[Mapping[str, Any]]) -> str:
     """Returns the table of settings on the front of accuracy and flatness."""
     keys = (tuning.METRIC, tuning.FLAT)
+    settings = [[argument.split("=", 1) for argument in shlex.split(line["settings"])] for line in front]
+    values = printed(value for pairs in settings for _, value in pairs)
+    texts = [" ".join(f"{key}={values[value]}" for key, value in pairs) for pairs in settings]
     lines = [
-        [line["method"], line["settings"] or "published", *(f"{float(line[key]):.4g}" for key in keys)]
-        for line in front
+        [line["method"], text or "published", *(f"{float(line[key]):.4g}" for key in keys)]
+        for line, text in zip(front, texts, strict=True)
     ]
     return markdown([["method", "settings", "accuracy", "lambda_max"], *lines]).strip()
 

@@ -109,7 +109,7 @@ def test_intervals_of_scores_are_those_of_the_seeds() -> None:
 def test_the_page_has_scores_and_the_front_of_what_was_tried(tmp_path: Path) -> None:
     made(tmp_path, {"c/A": BETTER, "c/B": BASE, "c/C": BASE}, name="small 1", targets={"c": 0.5})
     tried = [
-        ("A", "x=1", 0.9, 5.0),
+        ("A", "x=0.8858179248332968", 0.9, 5.0),
         ("A", "", 0.8, 6.0),
         ("B", "", 0.7, 1.0),
         ("B", "y=2", 0.6, ""),
@@ -118,9 +118,9 @@ def test_the_page_has_scores_and_the_front_of_what_was_tried(tmp_path: Path) -> 
     tuning.write(tmp_path / "rows", [[*row[:3], "", row[3]] for row in tried], ["A", "B", "C"])
     costs, front = page([tmp_path / "rows"])[0].split("were tried")
     assert table(costs)["A"] == ["A", "1.00 [1.00, 1.00]"]  # no passes were logged
-    assert [*table(front).values()][2:] == [["A", "x=1", "0.9", "5"], ["C", "published", "0.75", "0.5"]]
+    assert [*table(front).values()][2:] == [["A", "x=0.8858", "0.9", "5"], ["C", "published", "0.75", "0.5"]]
     front = page([tmp_path / "rows"], ["B"])[0].split("were tried")[1]  # C surpasses B, whether it is shown or not
-    assert [*table(front).values()][2:] == [["A", "x=1", "0.9", "5"]]
+    assert [*table(front).values()][2:] == [["A", "x=0.8858", "0.9", "5"]]
 
 
 def test_a_page_of_some_methods_says_of_them_what_the_whole_page_says(tmp_path: Path) -> None:
