@@ -263,10 +263,13 @@ class RecordedRounds(Rounds):
         steps, order = len(tensors["block.y"]), {name: [(f"t.{name}", stage)] for name, stage in record.stages.items()}
         if steps not in record.pieces:
             if self.engine.compile or steps > self.engine.UNROLLED:
-                parts = [order["send"], [], order["finish"], order["receive"]]
+                parts = [order["send"], [], order["finish"]]
             else:
-                local = [*order["send"], *order["step"] * steps, *order["finish"]]
-                parts = [[*local, *order["receive"]]] if self.fabric.world_size == 1 else [local, order["receive"]]
+                parts = [[*order["send"], *order["step"] * steps, *order["finish"]]]
+            if self.fabric.world_size == 1:
+                parts[-1] += order["receive"]
+            else:
+                parts.append(order["receive"])
             record.pieces[steps] = [
                 self._piece(record, part) if part else self._steps(record, tensors, ctx) for part in parts
             ]
