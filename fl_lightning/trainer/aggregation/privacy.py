@@ -253,14 +253,9 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
 
     def sums(self, received: Received) -> dict[str, tuple[Tensor, float]]:
         """Returns the sums of a phase without noise, each with the standard deviation of its noise."""
-        clip = self.bound_of(received.server)
-        sums, _ = self.clipped(received, clip)
-        return {name: (total, self.noise_std(clip)) for name, total in sums.items()}
-
-    def clipped(self, received: Received, clip: float) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns the sums of the clipped uploads by name, and the clients' joint norms before clipping, ``(n,)``."""
+        clip, device = self.bound_of(received.server), received.server.w.device
         sums = {name: torch.zeros_like(v, dtype=accumulator_dtype(v.device)) for name, v in received.known.items()}
-        std, device = self.noise_std(clip), received.server.w.device
+        std = self.noise_std(clip)
         norms = [torch.zeros(0, dtype=accumulator_dtype(device), device=device)]
         for upload in received.arrived:
             differences = {name: upload[name].to(total) - received.known[name] for name, total in sums.items()}
@@ -271,7 +266,16 @@ class GaussianPrivacy(Aggregation, key="trainer.privacy"):
                 shorter = [part * shortening(x, torch.full_like(x, clip)) for part, x in zip(parts, by, strict=True)]
                 sums[name] += cut(torch.cat(shorter), grid(std)) if std else torch.cat(shorter)
             norms.append(norm.view(1))
-        return sums, torch.cat(norms)
+        return {name: (total, std) for name, total in sums.items()} | self.further_sums(torch.cat(norms), clip)
+
+    def further_sums(self, norms: Tensor, clip: float) -> dict[str, tuple[Tensor, float]]:
+        """Returns the sums of the `released` values, as `sums` does.
+
+        Args:
+            norms: The clients' joint norms before clipping, ``(n,)``.
+            clip: The norm C of the phase.
+        """
+        return {}
 
 
 class AdaptivePrivacy(GaussianPrivacy):
@@ -338,12 +342,9 @@ class AdaptivePrivacy(GaussianPrivacy):
         z = self.accountant.noise
         return clip * z / math.sqrt(1 - (z / (2 * self.count_std)) ** 2) if z else 0.0
 
-    def sums(self, received: Received) -> dict[str, tuple[Tensor, float]]:
-        clip = self.bound_of(received.server)
-        sums, norms = self.clipped(received, clip)
+    def further_sums(self, norms: Tensor, clip: float) -> dict[str, tuple[Tensor, float]]:
         below = ((norms <= clip).to(norms) - 0.5).sum(0, keepdim=True)  # from -1/2 to 1/2 for each client
-        with_std = {name: (total, self.noise_std(clip)) for name, total in sums.items()}
-        return with_std | {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
+        return {"privacy_below": (below, self.count_std if self.accountant.noise else 0.0)}
 
     def phase_end(self, server: State, uploads: Uploads) -> State:
         clip = server.privacy_clip * torch.exp(-self.clip_lr * ((uploads.mean("privacy_below") + 0.5) - self.quantile))
