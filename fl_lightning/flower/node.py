@@ -134,7 +134,8 @@ class Node:
             f"client {client}: has {samples} samples here, {ctx.n_k} on the server; give both the same data",
         )
         row = None if values["version"] == "" else self._row(client, str(values["version"]), states)
-        state = run.clients.get(client, received.w, run.objective.scratch_inits(), row)
+        fresh = State.initial(run.objective.scratch_inits(), run.clients.w0, received.w)
+        state = run.clients.get(client, received.w, row) | fresh
         job = Job(client, state, received, ctx, run.minibatches(client, ctx), int(values["seed"]))
         (result,) = self.engine.train([job])
         keep = {str(values["version"]), *str(values["keep"]).split()}

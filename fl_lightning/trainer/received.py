@@ -156,7 +156,7 @@ def total_over(
     def value(client: State) -> Tensor:
         return function(run.objective.seen_state(w, client, known)[0])
 
-    mine = ((k, value(store.get(k, w, {}, rows.get(k)))) for k in sorted(clients) if store.owns(k))
+    mine = ((k, value(store.get(k, w, rows.get(k)))) for k in sorted(clients) if store.owns(k))
     zero = torch.zeros_like(value(State.initial(store.inits, store.w0, w)))
     return collectives.sum_of(run.fabric, mine, zero)
 

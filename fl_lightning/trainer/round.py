@@ -232,7 +232,7 @@ class Phase:
         run, cohort, store, like = self.run, self.cohort, self.run.clients, self.sent.w
         mine = {cohort.clients[p]: cohort.contexts[p] for p in cohort.shares[run.fabric.global_rank]}
         kept = [k for k in cohort.clients if store.owns(k) and (k in mine or k in cohort.moves)]
-        rows = {k: store.get(k, like, {}, self.round.rows.get(k)) for k in kept}
+        rows = {k: store.get(k, like, self.round.rows.get(k)) for k in kept}
         received = collectives.exchange(run.fabric, cohort.moves, rows, store.shapes, like)
         rows |= {k: State(row) for k, row in received.items()}
         fresh = State.initial(run.objective.scratch_inits(), store.w0, like)

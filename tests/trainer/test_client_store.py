@@ -122,7 +122,7 @@ def test_rows_own_their_memory(tmp_path: Path) -> None:
         store.commit()
         for row in copies.values():  # read ahead, too, is a row's own memory
             row.c.neg_()
-        assert all(store.get(k, W0, {}).c.equal(-copies[k].c) for k in copies)
+        assert all(store.get(k, W0).c.equal(-copies[k].c) for k in copies)
         row = 16 + 4 * (D + 1 + 6)  # bytes; what is read from the file shares the memory of one row
         assert all(v.untyped_storage().nbytes() <= row for row_of in store.rows().values() for v in row_of.values())
 
@@ -133,7 +133,7 @@ def test_without_client_state_nothing_is_kept(tmp_path: Path) -> None:
     store.stage({3: State({"w": W0})})
     store.commit()
     assert len(store) == 0 and store.row(3) is None and store.rows() == {} and not (tmp_path / "clients").exists()
-    assert store.get(3, W0, {"s": "w"}).keys() == {"s"}
+    assert store.get(3, W0) == {}
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -216,7 +216,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(client=st.integers(0, 9))
     def gather(self, client: int) -> None:
         row = (self.rows | self.pending).get(client) or State.initial(RULES, W0, W0)
-        assert same(self.store.get(client, W0, {"scratch": "w"}), row)
+        assert same(self.store.get(client, W0), row)
 
     @rule(finished=st.sampled_from(["all", "without saved()", "state_dict() alone"]))
     def save(self, finished: str) -> None:
@@ -334,7 +334,7 @@ def test_read_ahead_gives_the_newest_row(tmp_path: Path) -> None:
     store.read_ahead([3, 4, 5, 9])
     assert_holds(store, rows | new)
     store.rollback()
-    assert same(store.get(3, W0, {}), rows[3]) and store.row(9) is None
+    assert same(store.get(3, W0), rows[3]) and store.row(9) is None
     store.read_ahead(range(6))
     rows |= play(store, (2, 3, 9), 2)
     write(store, tmp_path / "x.ckpt")
@@ -350,10 +350,10 @@ def test_read_ahead_reads_before_it_is_asked(tmp_path: Path) -> None:
     store.read_ahead([0, 2])
     store._thread.submit(int).result()  # type: ignore[union-attr]  # its turn comes when the rows have been read
     (tmp_path / "rows.bin").write_bytes(b"")
-    assert same(store.get(0, W0, {}), rows[0]) and same(store.get(2, W0, {}), rows[2])
+    assert same(store.get(0, W0), rows[0]) and same(store.get(2, W0), rows[2])
     for client in (0, 1):
         with pytest.raises(UserError, match=r"rows\.bin: cannot be read \(the file is cut short\); check the disk"):
-            store.get(client, W0, {})
+            store.get(client, W0)
 
 
 def test_positions_are_used_again(tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_a_restart_checks_every_row(tmp_path: Path) -> None:
                     store.load_state_dict(state, tmp_path)
             os.pwrite(file.fileno(), original, row * size)
     store.load_state_dict(state, tmp_path)
-    assert all(bool((store.get(k, w, {}).c == k + (20 <= k < 29) + 2 * (130 <= k < 133)).all()) for k in range(m))
+    assert all(bool((store.get(k, w).c == k + (20 <= k < 29) + 2 * (130 <= k < 133)).all()) for k in range(m))
     store.close()
 
 

@@ -198,7 +198,7 @@ def test_written_out(name: str, state: str, engine: str, golden: Golden, tmp_pat
         w = torch.stack(local).sum(0) / sum(len(arrays[k][1]) for k in cohort)
     torch.testing.assert_close(run.server.w, w, rtol=1e-9, atol=1e-11)
     names = {"Lion": {"Lion.momentum"}, "Muon": {"Muon.first", "Muon.second", "Muon.count"}}[name]
-    assert set(run.clients.get(1, w, {})) == (names if state == "keep" else set())
+    assert set(run.clients.get(1, w)) == (names if state == "keep" else set())
 
 
 def test_muon_is_that_of_torch() -> None:

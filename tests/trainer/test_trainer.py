@@ -98,8 +98,8 @@ def test_a_million_clients_cost_nothing() -> None:
     cohort = UniformSampler(10)(0, 1_000_000, seed=0)
     store = ClientStore({"c": "zeros"}, torch.zeros(3))
     for k in cohort:
-        store.stage({k: store.get(k, torch.zeros(3), {}).replace(c=torch.full((3,), float(k)))})
-    assert len(store) == 10 and store.get(cohort[3], torch.zeros(3), {}).c[0] == cohort[3]
+        store.stage({k: store.get(k, torch.zeros(3)).replace(c=torch.full((3,), float(k)))})
+    assert len(store) == 10 and store.get(cohort[3], torch.zeros(3)).c[0] == cohort[3]
 
 
 def test_state_at_first_contact() -> None:

@@ -256,7 +256,7 @@ def _own(run: Run, clients: Sequence[int], test_data: ClientData) -> tuple[Score
     """Returns the scores of the clients' own models: of clients that have trained, and of the others."""
     mine: dict[int, tuple[Score, bool]] = {}
     for k in filter(run.clients.owns, clients):
-        state = run.clients.get(k, run.server.w, {})
+        state = run.clients.get(k, run.server.w)
         with run.evaluator.statistics_of(state):
             mine[k] = (
                 test_data.score(k, run.objective.client_model(run.global_model, state)),

@@ -81,20 +81,18 @@ class ClientStore:
         """Whether the row of some client is in the file."""
         return bool(self._index or self._placed)
 
-    def get(self, client: int, w: Tensor, scratch: Mapping[str, Init], row: State | None = None) -> State:
+    def get(self, client: int, w: Tensor, row: State | None = None) -> State:
         """Returns the state of a client that has just received ``w``: its row, or initial values at first contact.
 
         Args:
             client: Its id.
             w: What it received, ``(d,)``.
-            scratch: Initial values of further state, which is not stored.
             row: Its state, if newer than what is stored.
 
         Raises:
             UserError: If the row is in the file and cannot be read.
         """
-        kept = row or self.row(client) or State.initial(self.inits, self.w0, w)
-        return State({**kept, **State.initial(scratch, self.w0, w)})
+        return row or self.row(client) or State.initial(self.inits, self.w0, w)
 
     def row(self, client: int) -> State | None:
         """Returns the row of a client, pending or not; None before first contact. It raises as `get` does."""
