@@ -227,8 +227,6 @@ class Phase:
 
         The owners of other clients in it send their states.
         """
-        if not self.cohort.clients:
-            return []
         run, cohort, store, like = self.run, self.cohort, self.run.clients, self.sent.w
         mine = {cohort.clients[p]: cohort.contexts[p] for p in cohort.shares[run.fabric.global_rank]}
         kept = [k for k in cohort.clients if store.owns(k) and (k in mine or k in cohort.moves)]
