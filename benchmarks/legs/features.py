@@ -19,7 +19,7 @@ from benchmarks.legs.items import ENGINES, Item, accelerator
 from fl_lightning import algorithms
 from fl_lightning import flatness as measure
 from fl_lightning.core import FlatSpec
-from fl_lightning.engine.replay import Records
+from fl_lightning.engine import GraphedEngine
 from fl_lightning.trainer import parallel_runs
 from fl_lightning.trainer.callbacks import Callback
 from fl_lightning.trainer.run import Run
@@ -133,7 +133,7 @@ class Case(NamedTuple):
     options: Mapping[str, Any] = {}
     there: Callable[[], Mapping[str, Any]] = dict
     engines: Sequence[str] = ("graphed",)
-    kept: int = Records.KEPT
+    kept: int = GraphedEngine.KEPT
     limit: float = EXACT
 
 
@@ -330,7 +330,7 @@ def exact(name: str = "FedSMOO") -> dict[str, Tensor]:
 def compare(name: str, engine: str, device: str) -> dict[str, Any]:
     """Compares all that a case results in with `exact`."""
     case = CASES[name]
-    with folder() as path, mock.patch.object(Records, "KEPT", case.kept):
+    with folder() as path, mock.patch.object(GraphedEngine, "KEPT", case.kept):
         actual = results(train(device, path, name, **ENGINES[engine], **case.there()))
     return agreement(actual, exact(name), case.limit)
 

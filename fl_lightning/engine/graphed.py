@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from fl_lightning.data.minibatches import Block
 from fl_lightning.engine.base import Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine
 from fl_lightning.engine.record import NOTHING, REFUSED, Numbers, Stage, Tensors, alike, composed, stage
-from fl_lightning.engine.replay import CudaGraph, Program, Record, Records, Replay, compiled, loop, plain_settings
+from fl_lightning.engine.replay import CudaGraph, Program, Record, Replay, compiled, loop, plain_settings
 from fl_lightning.engine.simplify import Known, called_directly, simplified
 
 
@@ -22,13 +23,15 @@ class GraphedEngine(BatchedEngine):
 
     UNROLLED = 8
     """Maximum number of local steps that are compiled into one graph."""
+    KEPT = 32
+    """Maximum number of records that are kept; the oldest is dropped first."""
 
     _compared = False
 
     @cached_property
-    def records(self) -> Records:
-        """The records that were made so far."""
-        return Records()
+    def _records(self) -> dict[Any, Record]:
+        """Records by the shapes of their tensors, settings and round."""
+        return {}
 
     def steps(self, carry: Carry, block: Block, fixed: Fixed, settings: Tensors = NOTHING) -> Carry:
         device, unroll = carry.w.device, self.unrolled(len(block.y))
@@ -64,8 +67,14 @@ class GraphedEngine(BatchedEngine):
         blocks = {name: v[: self.unrolled(len(v))] for name, v in tensors.items() if name.startswith("block.")}
         first, known, objective = {**tensors, **blocks}, known_of(tensors), self.objective
         parts = objective, objective.ascent, objective.optimizer, objective.loss, *objective.parts
-        key = *plain_settings(parts, settings.values()), *known.items()
-        record = self.records.find(first, ctx, key, partial(self._record, known))
+        shapes = [(n, v.shape, v.dtype) for n, v in first.items()]
+        key = *shapes, *plain_settings(parts, settings.values()), *known.items(), ctx.rounds, ctx.m, ctx.phase
+        record = self._records.get(key)
+        if record is None or not record.stage.numbers.hold(ctx.t):
+            self._records.pop(key, None)
+            if len(self._records) >= self.KEPT:
+                del self._records[next(iter(self._records))]
+            self._records[key] = record = self._record(known, first, ctx)
         if check:
             self._compare(record, first, ctx)
         return record

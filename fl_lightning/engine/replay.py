@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fl_lightning.core import ClientContext, UserError, processor
-from fl_lightning.engine.record import Stage, Tensors, Values, aten
+from fl_lightning.core import UserError, processor
+from fl_lightning.engine.record import Stage, Values, aten
 
 Replay = Callable[..., Values]
 TAKE_TENSORS = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor}
@@ -38,30 +38,6 @@ class Record:
     stage: Stage
     replay: Replay
     compared: int
-
-
-Make = Callable[[Tensors, ClientContext], Record]
-
-
-class Records:
-    """A cache of records by the shapes of their tensors, settings and round."""
-
-    KEPT = 32
-    """Maximum number of records; the oldest is dropped first."""
-
-    def __init__(self) -> None:
-        self._records: dict[Any, Record] = {}
-
-    def find(self, tensors: Tensors, ctx: ClientContext, settings: tuple[Any, ...], make: Make) -> Record:
-        """Returns the result of ``make(tensors, ctx)`` for these tensors, settings and round, cached if possible."""
-        key = (*((n, v.shape, v.dtype) for n, v in tensors.items()), settings, ctx.rounds, ctx.m, ctx.phase)
-        record = self._records.get(key)
-        if record is None or not record.stage.numbers.hold(ctx.t):
-            self._records.pop(key, None)
-            if len(self._records) >= self.KEPT:
-                del self._records[next(iter(self._records))]
-            self._records[key] = record = make(tensors, ctx)
-        return record
 
 
 def plain_settings(parts: Iterable[object], inputs: Iterable[Tensor]) -> tuple[Any, ...]:
