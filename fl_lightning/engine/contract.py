@@ -1,6 +1,6 @@
 """One dry step before round 1: each hook returns what its signature promises, and changes nothing in place."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
@@ -31,6 +31,7 @@ from fl_lightning.core import (
     contents_kept,
     described,
     ensure,
+    named_tensors,
 )
 from fl_lightning.engine.base import Engine
 from fl_lightning.engine.sequential import SequentialEngine
@@ -202,7 +203,8 @@ def _held(hook: Any, declared: Any, d: int) -> Any:
 
     @wraps(hook)
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = [*_tensors(zip(parameters, args, strict=False))]
+        given = [named_tensors(value, name) for name, value in zip(parameters, args, strict=False)]
+        tensors = [(path, v) for values in given for path, v in values.items() if isinstance(v, Tensor)]
         versions = [v._version for _, v in tensors]
         value = hook(*args, **kwargs)
         changed = [argument for (argument, v), version in zip(tensors, versions, strict=True) if v._version != version]
@@ -235,14 +237,6 @@ def _held(hook: Any, declared: Any, d: int) -> Any:
 def _promised(declared: Any) -> tuple[Any, list[str]]:
     """Returns the type of what a hook returns, and the names of its arguments."""
     return get_type_hints(declared)["return"], [*signature(declared).parameters][1:]
-
-
-def _tensors(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    for name, value in arguments:
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, Mapping):
-            yield from _tensors((f"{name}.{key}", v) for key, v in value.items())
 
 
 def _check_state(name: str, state: Any, before: State) -> None:
