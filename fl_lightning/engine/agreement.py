@@ -268,17 +268,13 @@ def _moved(job: Job, fraction: float) -> Job:
 @contextmanager
 def _float64(engine: Engine) -> Iterator[None]:
     """Holds the constants of an engine's objective in float64 for a while."""
-    w = engine.net.w
     constants = [p for p in engine.objective.parameters() if not p.requires_grad]
-    saved = [(t, t.data) for t in (*constants, *engine.objective.buffers()) if t.is_floating_point()]
-    try:
-        for tensor, data in saved:
-            tensor.data = data.double()
+    with ExitStack() as restored:
+        restored.callback(engine.net.move_to, engine.net.w)
+        for tensor in (t for t in (*constants, *engine.objective.buffers()) if t.is_floating_point()):
+            restored.callback(setattr, tensor, "data", tensor.data)
+            tensor.data = tensor.data.double()
         yield
-    finally:
-        for tensor, data in saved:
-            tensor.data = data
-        engine.net.move_to(w)
 
 
 class _NoValues(ContextDecorator, TorchFunctionMode):

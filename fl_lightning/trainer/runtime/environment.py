@@ -8,9 +8,8 @@ import socket
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from typing import Any
 
 import lightning as L
@@ -65,23 +64,18 @@ def float32_products(tf32: bool) -> Iterator[None]:
     """
     backends: Any = torch.backends
     owners = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-    before: list[tuple[Callable[[Any], object], Any]] = []
-    for put, read in (
-        (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision),
-        (partial(setattr, backends.cudnn, "allow_tf32"), partial(getattr, backends.cudnn, "allow_tf32")),
-    ):
+    with ExitStack() as restored:
+        for owner in owners:  # the last to be restored: the older interface sets these, too
+            restored.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
         with suppress(RuntimeError):
-            before.append((put, read()))
-    before += [(partial(setattr, owner, "fp32_precision"), owner.fp32_precision) for owner in owners]
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    backends.cudnn.allow_tf32 = tf32
-    for owner in owners[2:]:
-        owner.fp32_precision = "tf32" if tf32 else "ieee"
-    try:
+            restored.callback(setattr, backends.cudnn, "allow_tf32", backends.cudnn.allow_tf32)
+        with suppress(RuntimeError):
+            restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        backends.cudnn.allow_tf32 = tf32
+        for owner in owners[2:]:
+            owner.fp32_precision = "tf32" if tf32 else "ieee"
         yield
-    finally:
-        for write, value in before:
-            write(value)
 
 
 @contextmanager
@@ -176,17 +170,12 @@ def quiet(*names: str) -> Iterator[None]:
     Args:
         *names: Names of the loggers whose messages are hidden; by default those of Lightning.
     """
-    loggers = [logging.getLogger(name) for name in names or LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"lightning\.")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    with warnings.catch_warnings(), ExitStack() as restored:
+        warnings.filterwarnings("ignore", module=r"lightning\.")
+        for logger in map(logging.getLogger, names or LOGGERS):
+            restored.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        yield
 
 
 class _Unbroken:

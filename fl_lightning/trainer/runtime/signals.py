@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -80,14 +80,10 @@ def undisturbed() -> Iterator[None]:
 def default_actions() -> Iterator[None]:
     """Within it, a signal that an `Interruption` would receive ends the process at once."""
     is_main = threading.current_thread() is threading.main_thread()
-    mine = dict.fromkeys(_active._before, _active._receive) if _active is not None and is_main else {}
-    for number in mine:
-        signal.signal(number, signal.SIG_DFL)
-    try:
+    with ExitStack() as restored:
+        for number in _active._before if _active is not None and is_main else ():
+            restored.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
         yield
-    finally:
-        for number, handler in mine.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
