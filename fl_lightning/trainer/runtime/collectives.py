@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.rendezvous import rendezvous
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from fl_lightning.core import Uploads, UserError
+from fl_lightning.core import Uploads, UserError, grouped
 from fl_lightning.trainer.runtime.signals import rank_and_first
 
 V = TypeVar("V")
@@ -140,7 +140,7 @@ def lost_process(
         yield
     except RuntimeError as error:
         lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "Connection" in str(error)
-        if fabric.world_size == 1 or isinstance(error, UserError) or not lost:
+        if fabric.world_size == 1 or not lost:
             raise
         raise UserError(f"process {fabric.global_rank} {what}") from error
 
@@ -238,8 +238,7 @@ def exchange(
     numbers = [math.prod(shape) for shape in shapes.values()]
     if not numbers:
         return {k: {} for k, (_, target) in moves.items() if target == rank}
-    for source, target in sorted({*moves.values()}):
-        clients = [k for k, move in moves.items() if move == (source, target)]
+    for (source, target), clients in sorted(grouped((move, k) for k, move in moves.items()).items()):
         wire = torch.device("cpu") if dist.get_backend() == "gloo" else like.device
         if rank == source:
             sent = torch.cat([rows[k][name].reshape(-1) for k in clients for name in shapes]).to(wire, like.dtype)
