@@ -185,12 +185,10 @@ class EarlyStoppingAdapter(Callback):
     Args:
         inner: The callback; ``monitor`` is a metric of ours, such as ``server/test/loss``, and ``patience`` counts
             measurements.
-        state: The state with which the callback begins a run.
     """
 
-    def __init__(self, inner: theirs.EarlyStopping, state: Mapping[str, Any]) -> None:
+    def __init__(self, inner: theirs.EarlyStopping) -> None:
         self.inner = inner
-        self.load_state_dict(state)
 
     def begin(self, again: bool) -> None:
         self.load_state_dict(vars(self.inner).setdefault("_begins_as", self.state_dict()))
@@ -261,7 +259,7 @@ def _accepted(callback: Any) -> Callback:
     if isinstance(callback, Callback):
         return callback
     if isinstance(callback, theirs.EarlyStopping):
-        return EarlyStoppingAdapter(callback, callback.state_dict())
+        return EarlyStoppingAdapter(callback)
     ensure(not isinstance(callback, theirs.Callback), callback_of_lightning(name))
     if isinstance(callback, type):
         raise UserError(
