@@ -307,8 +307,7 @@ class Run(Experiment):
         limit = self.settings.max_time
         stop = self.should_stop or (limit is not None and self.elapsed >= limit)
         stop = stop or (self.timing is not None and self.timing.clock.max_time_s <= self.metrics.get("clock/time_s", 0))
-        if self.fabric.world_size > 1:
-            stop = bool(self.fabric.broadcast(stop))
+        stop = bool(self.fabric.broadcast(stop))
         self.should_stop = self._stopped = stop
         return stop and self.rounds_done < self.max_rounds
 
@@ -340,9 +339,8 @@ class Run(Experiment):
         metrics, self.round_metrics = self.round_metrics, {}
         logged = {key: float(f"{value:.3g}") if key.startswith("time/") else value for key, value in metrics.items()}
         published = {name: value for name, value in logged.items() if is_protected(name)} if self.private else logged
-        own_loggers = self.own_loggers if self.private else self.loggers
         for logger in self.loggers:
-            logger.log_metrics(metrics=logged if logger in own_loggers else published, step=self.rounds_done)
+            logger.log_metrics(metrics=logged if logger in self.own_loggers else published, step=self.rounds_done)
         return logged
 
     def call(self, hook: str, *arguments: Any, but: Sequence[str] = ()) -> None:
