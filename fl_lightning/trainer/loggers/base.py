@@ -161,7 +161,7 @@ class CSVLogger(RunLogger):
                 head, *rows = read_rows(self.path)
                 self._rewrite([*self.columns, *new_columns], [dict(zip(head, row, strict=True)) for row in rows])
             # it must exist, and no link is followed that somebody has put there
-            with open(self.path, "r+", newline="", opener=_no_link) as file:
+            with open(self.path, "r+", newline="", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW)) as file:
                 file.seek(0, os.SEEK_END)
                 csv.writer(file).writerow([new_row.get(name, "") for name in self.columns])
         last = next(reversed(self.checksums))
@@ -178,10 +178,6 @@ class CSVLogger(RunLogger):
         csv.writer(text).writerows([columns, *([row.get(name, "") for name in columns] for row in rows)])
         write_atomically(self.path, text.getvalue())
         self.columns = columns
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
 def _checksum(rows: Iterable[Mapping[str, str]], checksum: int = 0) -> int:
