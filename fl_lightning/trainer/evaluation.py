@@ -100,11 +100,10 @@ class Evaluator:
         """
         rank, world = self.fabric.global_rank, self.fabric.world_size
         # normalized by batch, batches stay whole and the processes share them; otherwise they share samples
-        share = (0, 1) if self.by_batch else (rank, world)
-        parts = self.data.test_parts() if split == "test" else {}
-        if not self.by_batch:
-            parts = {part: mask[rank::world] for part, mask in parts.items()}
-        values = self.measure(self.data.eval_batches(split, self.dtype, share), w, statistics, parts)
+        first, step = (0, 1) if self.by_batch else (rank, world)
+        masks = self.data.test_parts() if split == "test" else {}
+        parts = {part: mask[first::step] for part, mask in masks.items()}
+        values = self.measure(self.data.eval_batches(split, self.dtype, (first, step)), w, statistics, parts)
         return {f"server/{split}{name}": value for name, value in values.items()}
 
     def measure(
