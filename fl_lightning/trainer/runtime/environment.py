@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from typing import Any
 
@@ -189,24 +189,24 @@ class _Unbroken:
 
     def write(self, text: str) -> int:
         """Writes text, if that still can be done."""
-        try:
-            self._stream.write(text)
-        except OSError:
-            self._drop()
+        self._call(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
         """Flushes the stream, if that still can be done."""
-        try:
-            self._stream.flush()
-        except OSError:
-            self._drop()
+        self._call(self._stream.flush)
 
-    def _drop(self) -> None:
-        """Sends what is buffered, and all that follows, nowhere: at its end Python flushes the stream, too."""
-        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), self._stream.fileno())
-            self._stream.flush()
+    def _call(self, method: Callable[..., object], *args: str) -> None:
+        """Calls a method of the stream; if it fails, sends what is buffered, and all that follows, nowhere.
+
+        At its end Python flushes the stream, too.
+        """
+        try:
+            method(*args)
+        except OSError:
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+                self._stream.flush()
 
 
 @contextmanager
