@@ -149,8 +149,16 @@ class Sharpness(Measure):
         for clients in self.data if context.cohort else ["all"]:
             batches, n, description = context.train(self.samples) if clients == "all" else context.union(context.cohort)
             rise = sharpness(**context.loss(batches), rho=self.rho, steps=self.steps, eta=self.eta)
-            common: dict[str, Any] = {"data": description, "samples": n, "iterations": self.steps, "settings": settings}
-            measurements.append(Measurement(name=f"{prefix}_{clients}", value=rise, **common))
+            measurements.append(
+                Measurement(
+                    name=f"{prefix}_{clients}",
+                    value=rise,
+                    data=description,
+                    samples=n,
+                    iterations=self.steps,
+                    settings=settings,
+                )
+            )
         return measurements
 
 
