@@ -103,7 +103,7 @@ class RecordedRounds(Rounds):
         contexts = [drawn.share(self.fabric.global_rank).contexts[0] for drawn in rounds]
         # as far as one knows before
         fit = self.w0.device.type == "cpu" and not (self._refused or self.bits_depend_on_values)
-        arrays = self._arrays(rounds, minibatches, table, server.w) if fit else []
+        arrays = self._arrays(rounds, minibatches, table) if fit else []
         records = self._recorded(contexts, arrays, server, table) if arrays else []
         if not records:
             yield from super().train(rounds, minibatches, server, table)
@@ -129,13 +129,11 @@ class RecordedRounds(Rounds):
             bits = drawn.receivers * record.bits[0] + len(positions) * record.bits[1]
             yield Trained(server, values["numbers"], bits, time.perf_counter() - started)
 
-    def _arrays(
-        self, rounds: Sequence[Drawn], minibatches: MinibatchTable, table: Table, w: Tensor
-    ) -> list[dict[str, Tensor]]:
+    def _arrays(self, rounds: Sequence[Drawn], minibatches: MinibatchTable, table: Table) -> list[dict[str, Tensor]]:
         """Returns what each of the rounds draws, as tensors by name."""
         shares = [drawn.share(self.fabric.global_rank) for drawn in rounds]
         n = [len(share.clients) for share in shares]
-        width, device, by_class = self.engine.widened(max(n)), w.device, self.objective.uses_class_counts
+        width, device, by_class = self.engine.widened(max(n)), self.w0.device, self.objective.uses_class_counts
         self._most = max(self._most, *(len(drawn.clients) for drawn in rounds))
         cohort_width = width if self.fabric.world_size == 1 else self._most
         padded = [share.padded(width) for share in shares]
@@ -152,7 +150,7 @@ class RecordedRounds(Rounds):
                 "k_lr": k_lr,
                 **{f"ctx.{name}": column for name, column in zip(COLUMNS, attributes.unbind(), strict=True)},
                 **block.tensors(),
-                **({"ctx.class_counts": self.class_counts(share, minibatches.source, w)} if by_class else {}),
+                **({"ctx.class_counts": self.class_counts(share, minibatches.source)} if by_class else {}),
                 **({} if len(drawn.clients) == cohort_width else {"there": mask}),
             }
             for drawn, share, positions, total, sizes, k_lr, attributes, block, mask in zip(
@@ -160,9 +158,9 @@ class RecordedRounds(Rounds):
                 padded,
                 places.unbind(),
                 to_device(samples, device, accumulator_dtype(device)).unbind(),
-                to_device(counts, device, w.dtype)[..., None].unbind(),
-                to_device([k_lr_sums(drawn.contexts) for drawn in rounds], device, w.dtype).unbind(),
-                to_device(columns, device, w.dtype)[..., None].unbind(),
+                to_device(counts, device, self.w0.dtype)[..., None].unbind(),
+                to_device([k_lr_sums(drawn.contexts) for drawn in rounds], device, self.w0.dtype).unbind(),
+                to_device(columns, device, self.w0.dtype)[..., None].unbind(),
                 minibatches.blocks(n, width),
                 to_device(masks, device)[..., None].unbind(),
                 strict=True,

@@ -172,7 +172,7 @@ class Rounds:
         for drawn, share, block in zip(rounds, shares, minibatches.blocks(n, width), strict=True):
             started, padded = time.perf_counter(), share.padded(width)
             with self.on_all_processes():
-                ctx = self.context(padded, minibatches.source, server.w)
+                ctx = self.context(padded, minibatches.source)
                 sent, carry, fixed = self.send(server, *table.take(table.places(padded.clients)), ctx)
                 results = self.finish(self.engine.steps(carry, block, fixed), fixed)
             results = self.together(drawn, results, len(drawn.clients))
@@ -219,16 +219,16 @@ class Rounds:
             averages.add(row, client.n_k)
         return averages
 
-    def context(self, drawn: Drawn, source: SampleStore, like: Tensor) -> ClientContext:
+    def context(self, drawn: Drawn, source: SampleStore) -> ClientContext:
         """Returns the contexts of a round's clients as one, whose attributes that differ are ``(clients, 1)``."""
         keys = [(self.seed, ctx.stream, ctx.phase, k) for k, ctx in zip(drawn.clients, drawn.contexts, strict=True)]
-        ctx = self.engine.together(drawn.contexts, like, Draws(keys, like.device, True))
-        counts = self.class_counts(drawn, source, like) if self.objective.uses_class_counts else None
+        ctx = self.engine.together(drawn.contexts, self.w0, Draws(keys, self.w0.device, True))
+        counts = self.class_counts(drawn, source) if self.objective.uses_class_counts else None
         return replace(ctx, class_counts=counts)
 
-    def class_counts(self, drawn: Drawn, source: SampleStore, like: Tensor) -> Tensor:
+    def class_counts(self, drawn: Drawn, source: SampleStore) -> Tensor:
         """Returns the clients' numbers of samples of each class, ``(clients, classes)``."""
-        return torch.stack([source.class_counts(k) for k in drawn.clients]).to(like)
+        return torch.stack([source.class_counts(k) for k in drawn.clients]).to(self.w0)
 
     def send(
         self, server: State, rows: Mapping[str, Tensor], met: Tensor, ctx: ClientContext

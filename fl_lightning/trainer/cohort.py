@@ -54,11 +54,11 @@ class Cohort:
         """
         rule, timing = run.settings.asynchronous, run.timing
         if rule is not None and timing is not None:
-            return cls._landed(run, Flight(run, rule, timing, run.rounds_done, run.state.training), timing)
+            return cls._landed(run, Flight(run, rule, timing, run.rounds_done, run.state.training))
         return cls.of(run, run.drawn(t), t, run.settings.faults, timing=run.timing)
 
     @classmethod
-    def _landed(cls, run: Run, flight: Flight, timing: Timing) -> Cohort:
+    def _landed(cls, run: Run, flight: Flight) -> Cohort:
         waves = list[list[Task]]()
         for task in flight.arrived:
             trained = [member.client for member in waves[-1]] if waves else []
@@ -69,7 +69,7 @@ class Cohort:
         for number, wave in enumerate(waves):
             cohort = cls.of(run, [task.client for task in wave], wave[0].version)
             contexts = [replace(ctx, drawn=task.draw) for ctx, task in zip(cohort.contexts, wave, strict=True)]
-            times = {k: timing.spent(k, K) for k, K in cohort.attendance.steps.items()}
+            times = {k: flight.timing.spent(k, K) for k, K in cohort.attendance.steps.items()}
             attendance = replace(cohort.attendance, receivers=0, times=times, seconds=None)
             if not number:
                 failed = flight.failed
