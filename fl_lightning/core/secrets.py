@@ -31,8 +31,9 @@ NAMED = re.compile(r"([\w.-]+)[\"']?\s*[:=]\s*[\"']?(?!null\b|None\b|\*\*\*|[\"'
 """A name before its value within a text."""
 LISTED = re.compile(r"([\w.-]+)[\"']?[\s:=,]+(?!\*\*\*)\S")
 """The same, also where both are entries of a list."""
-LITERAL = re.compile(r"""([\w.-]+)(["']?\s*[:=]\s*)(["'])[^"'\n]+\3""")
-VARIABLE = re.compile(r"^(\W*(?:export\s+)?)([A-Z][A-Z0-9_]*)(=)\S+", re.MULTILINE)
+LITERAL = re.compile(r"""(?P<before>(?P<name>[\w.-]+)["']?\s*[:=]\s*(?P<quote>["']))[^"'\n]+(?P<after>(?P=quote))""")
+VARIABLE = re.compile(r"^(?P<before>\W*(?:export\s+)?(?P<name>[A-Z][A-Z0-9_]*)=)\S+(?P<after>)", re.MULTILINE)
+"""A value in quotes, and one of the shell, with what stands before and after it."""
 
 
 def hidden(value: Any, secret: bool = False) -> Any:
@@ -69,13 +70,9 @@ def hidden_text(text: str) -> str:
     """Returns source code or its diff without keys, passwords in addresses, and literals with a secret's name."""
 
     def without(match: re.Match[str]) -> str:
-        name, between, quote = match.group(1, 2, 3)
-        return f"{name}{between}{quote}{HIDDEN}{quote}" if is_secret(name) else match[0]
+        return f"{match['before']}{HIDDEN}{match['after']}" if is_secret(match["name"]) else match[0]
 
-    def unset(match: re.Match[str]) -> str:
-        return f"{match[1]}{match[2]}={HIDDEN}" if is_secret(match[2]) else match[0]
-
-    return VALUE.sub(HIDDEN, VARIABLE.sub(unset, LITERAL.sub(without, ADDRESS.sub(rf"\1{HIDDEN}@", text))))
+    return VALUE.sub(HIDDEN, VARIABLE.sub(without, LITERAL.sub(without, ADDRESS.sub(rf"\1{HIDDEN}@", text))))
 
 
 def is_secret(name: object) -> bool:
