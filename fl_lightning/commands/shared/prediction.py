@@ -374,13 +374,9 @@ def makespan(steps: Sequence[int], world: int, engine: str = "sequential", block
         engine: The engine; the batched ones train clients of similar length in a block, until the longest is done.
         block: Clients of a block; None: all.
     """
-
-    def work(own_steps: list[int]) -> int:
-        if not engine_class(engine).trains_several:
-            return sum(own_steps)
-        return sum(sorted(own_steps, reverse=True)[:: block or max(len(own_steps), 1)])  # the longest of each block
-
-    return max(work([steps[p] for p in part]) for part in collectives.assign(steps, world))
+    size = (block or max(len(steps), 1)) if engine_class(engine).trains_several else 1
+    parts = (sorted((steps[p] for p in part), reverse=True) for part in collectives.assign(steps, world))
+    return max(sum(part[::size]) for part in parts)  # the longest of each block
 
 
 def peak_memory() -> int:
