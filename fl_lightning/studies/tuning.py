@@ -5,11 +5,11 @@ import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import median
 from typing import Any, cast
 
 from fl_lightning.core import ensure, grouped
-from fl_lightning.results import headline, read_run, write_table
+from fl_lightning.results import average, deviation, headline, read_run, write_table
 
 TUNING = "tuning.csv"
 """In a store: the settings that each method has tried, the best first; the published ones are empty."""
@@ -131,9 +131,7 @@ def chosen(lines: Sequence[Mapping[str, Any]], rank: int = 0) -> dict[str, str]:
 def _tie(best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     values = [map(float, line[SEEDS].split()) for line in (best, other)]
     differences = [a - b for a, b in zip(*values, strict=True)]
-    if not all(map(math.isfinite, differences)):
-        return False
-    return fmean(differences) <= (stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0)
+    return average(differences) <= (deviation(differences) or 0.0) / math.sqrt(len(differences))  # NaN is not
 
 
 def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:
