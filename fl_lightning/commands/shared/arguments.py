@@ -259,9 +259,7 @@ def _logger(value: str) -> str:
 
 def _yaml(value: str) -> str:
     """Writes None, and dicts, lists and tuples of Python, as YAML; returns other values as they are."""
-    if value == "None":
-        return "null"
-    if value[:1] not in ("{", "[", "("):
+    if value != "None" and value[:1] not in ("{", "[", "("):
         return value
     try:
         return json.dumps(ast.literal_eval(value))
