@@ -90,12 +90,6 @@ class Planned:
     trials: list[Trial]
     objects: Namespace
 
-    @property
-    def cohort(self) -> int:
-        """Clients of a round; all of them, without rounds."""
-        trainer, m = self.objects.trainer, self.objects.data.num_clients
-        return m if self.task.recipe.command == "centralized" else len(trainer.sampler(0, m, trainer.seed))
-
     def seconds(self, data: FederatedDataModule, step: prediction.Step) -> float:
         """Estimates the seconds of a run.
 
@@ -103,8 +97,10 @@ class Planned:
             data: The data of a task with the same data set and network, set up; here they are divided otherwise.
             step: A step on these data.
         """
-        objects = self.objects
-        return step.run(objects.trainer, objects.model, data, self.cohort * data.num_clients / objects.data.num_clients)
+        trainer, m = self.objects.trainer, self.objects.data.num_clients
+        has_rounds = self.task.recipe.command == "fit"
+        cohort = len(trainer.sampler(0, m, trainer.seed)) if has_rounds else m
+        return step.run(trainer, self.objects.model, data, cohort * data.num_clients / m)
 
     @property
     def rows(self) -> int:
