@@ -108,12 +108,11 @@ def _empty_lists(settings: Namespace, config: Mapping[str, Any]) -> None:
     """Empties the lists in settings that are given anew."""
     for key, value in config.items():
         owner = settings if key in settings else settings.get("init_args")
-        if not isinstance(owner, Namespace) or key not in owner:
-            continue
-        if lists_classes(value) and isinstance(owner[key], list):
+        present = owner.get(key) if isinstance(owner, Namespace) else None
+        if lists_classes(value) and isinstance(present, list):
             owner[key] = []
-        elif isinstance(value, dict) and isinstance(owner[key], Namespace):
-            _empty_lists(owner[key], value)
+        elif isinstance(value, dict) and isinstance(present, Namespace):
+            _empty_lists(present, value)
 
 
 class FederatedParser(Parser, LightningArgumentParser):
