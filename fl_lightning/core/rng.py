@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,10 +77,8 @@ def _states(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
 
     zeros = np.zeros((4, words.shape[1]), np.uint32)
     pool = [hashed(word) for word in np.concatenate([words, zeros])[:4]]
-    for source in range(4):
-        for target in range(4):
-            if source != target:
-                pool[target] = mixed(pool[target], hashed(pool[source]))
+    for source, target in permutations(range(4), 2):
+        pool[target] = mixed(pool[target], hashed(pool[source]))
     for word in words[4:]:
         pool = [mixed(entry, hashed(word)) for entry in pool]
     constant = 0x8B51F9DD
