@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fl_lightning import FedDyn, FlexLoRA, LocalObjective
-from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.core import Draws, Init, State, Upload, UserError, ensure, grouped, require
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.engine import Engine, EngineName, Job, LocalResult, engine_class
@@ -79,7 +78,7 @@ def check(trainer: FederatedTrainer, model: LocalObjective, datamodule: Federate
         "model.absent = virtual: clients' duals change after the round, when they are on the nodes; set it to kept",
     )
     ensure(
-        type(model).client_round_end in (Hooks.client_round_end, FedDyn.client_round_end),
+        type(model).client_round_end in (LocalObjective.client_round_end, FedDyn.client_round_end),
         f"model = {type(model).__name__}: its client_round_end changes states after the round, when they are on the "
         "nodes; train it without Flower",
     )
