@@ -233,12 +233,10 @@ def stored_bytes(x: Inputs | Stream, indices: Sequence[int]) -> bytes:
         indices: Indices of some of them.
     """
     if isinstance(x, Stream):
-        with closing(Prefetcher(x, indices)) as prefetcher:
-            parts = [prefetcher.take(indices[start : start + x.ahead]) for start in range(0, len(indices), x.ahead)]
+        rows = Prefetcher(x, ()).take(indices)
     else:
-        parts = [map_tensors(lambda v: v[torch.as_tensor(indices, dtype=torch.int64, device=v.device)].cpu(), x)]
-    arrays = zip(*(named_tensors(part, "").values() for part in parts), strict=True)
-    return b"".join(v.contiguous().numpy().tobytes() for chunks in arrays for v in chunks)
+        rows = map_tensors(lambda v: v[torch.as_tensor(indices, dtype=torch.int64, device=v.device)].cpu(), x)
+    return b"".join(v.contiguous().numpy().tobytes() for v in named_tensors(rows, "").values())
 
 
 @dataclass(frozen=True)
