@@ -1,7 +1,7 @@
 """A federated algorithm as a LightningModule: its parts, what engines and trainer call, and its step in Lightning's."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from inspect import BoundArguments
 from typing import Any
 from warnings import warn
@@ -147,28 +147,6 @@ class LocalObjective(Composed, SupervisedModule):
         check_owners("the log", [(label, owner.logs) for label, owner in owners])
         check_owners("the name", [(f"{label}.down", owner.down) for label, owner in owners])
         ensure("w" in self.down, f"{name}.down = {self.down}: lacks 'w', the model that clients start from; add it")
-
-    def minibatch_loss(
-        self,
-        forward: Callable[[], Any],
-        target: Tensor,
-        *teacher: Any,
-        weight: Tensor | None = None,
-        losses: Losses | None = None,
-    ) -> Tensor:
-        """See `SupervisedModule`; parts add their losses to those of the objective."""
-        further = [] if losses is not None else [part.further(self.net) for part in self.parts]
-        values: list[Tensor] = []
-
-        def watched() -> Any:
-            with ExitStack() as stack:
-                functions = [stack.enter_context(context) for context in further if context is not None]
-                output = forward()
-            values.extend(function(len(target)) for function in functions)
-            return output
-
-        loss = super().minibatch_loss(watched, target, *teacher, weight=weight, losses=losses)
-        return loss + sum(v.mean() if weight is None else torch.sum(v * weight) for v in values) if values else loss
 
     # What engines and the trainer call: the hooks of the algorithm, then those of its parts
 

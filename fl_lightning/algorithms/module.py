@@ -1,8 +1,8 @@
 """A network and its loss as a LightningModule: what is minimized, evaluated and logged; the features of its net."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from inspect import BoundArguments
 from typing import Any, ClassVar
@@ -92,9 +92,11 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
 
     Attributes:
         uses_features: Whether `losses` takes pairs ``(output, features)`` in place of the outputs of net and teachers.
+        parts: Parts, of which `Part.further` adds losses; see `LocalObjective`.
     """
 
     uses_features: ClassVar[bool] = False
+    parts: Sequence[Any] = ()
 
     def __init__(self, net: nn.Module, loss: nn.Module | None = None, metrics: Metrics | None = None) -> None:
         super().__init__()
@@ -167,18 +169,22 @@ class SupervisedModule(Checked, L.LightningModule, key="model"):
         weight: Tensor | None = None,
         losses: Losses | None = None,
     ) -> Tensor:
-        """Returns what the gradient is taken of: `batch_loss` of a forward pass on a minibatch.
+        """Returns what the gradient is taken of: `batch_loss` of a forward pass on a minibatch, and losses of parts.
 
         Args:
             forward: The pass, without arguments, to the output.
             target: As for `losses`.
             teacher: As for `losses`.
             weight: As for `batch_loss`.
-            losses: As for `batch_loss`.
+            losses: As for `batch_loss`; parts add nothing to them.
         """
-        with self.observed():
+        further = [] if losses is not None else [part.further(self.net) for part in self.parts]
+        with self.observed(), ExitStack() as stack:
+            functions = [stack.enter_context(context) for context in further if context is not None]
             output = forward()
-        return self.batch_loss(output, target, *teacher, weight=weight, losses=losses)
+        values = [function(len(target)) for function in functions]
+        loss = self.batch_loss(output, target, *teacher, weight=weight, losses=losses)
+        return loss + sum(v.mean() if weight is None else torch.sum(v * weight) for v in values) if values else loss
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the net's own frozen parameters to the checkpoint of a run, which holds only their hash.
