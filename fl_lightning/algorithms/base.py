@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from fl_lightning.algorithms.composed import Composed
-from fl_lightning.algorithms.hooks import Hooks
 from fl_lightning.algorithms.metrics import Metrics
 from fl_lightning.algorithms.module import Losses, SupervisedModule
 from fl_lightning.algorithms.parts import (
@@ -227,9 +226,6 @@ class LocalObjective(Composed, SupervisedModule):
         averaged = any(getattr(x, "keeps_averages", False) for x in self.trainer.callbacks)  # type: ignore[attr-defined]
         self.check_centralized(averaged)
         optimizer = CentralizedOptimizer(
-            self.net,
-            self.flat,
-            self.optimizer,
             self,
             lambda lr: ClientContext(self.trainer.current_epoch, epochs, 1, self.flat, lr=lr, K=1, k_lr=lr),
             lambda: self.trainer.accumulate_grad_batches,
@@ -265,26 +261,16 @@ class CentralizedOptimizer(torch.optim.Optimizer):
     ``step(closure)`` evaluates the closure once for each gradient of the local step: once for SGD, twice for SAM.
 
     Args:
-        net: The net.
-        flat: Layout of its weights.
-        optimizer: The local optimizer.
-        hooks: The algorithm, of which the hooks of a step run.
+        objective: The algorithm, of which the hooks of a step run.
         context: Returns the context of a step for a learning rate.
         accumulated: Returns the number of batches whose gradients a step accumulates.
     """
 
     def __init__(
-        self,
-        net: nn.Module,
-        flat: FlatSpec,
-        optimizer: LocalOptimizer,
-        hooks: Hooks,
-        context: Callable[[float], ClientContext],
-        accumulated: Callable[[], int],
+        self, objective: LocalObjective, context: Callable[[float], ClientContext], accumulated: Callable[[], int]
     ) -> None:
-        super().__init__(flat.parameters(net), {"lr": optimizer.lr})
-        self.net, self.flat, self.optimizer, self.hooks = net, flat, optimizer, hooks
-        self.context, self.accumulated = context, accumulated
+        super().__init__(objective.flat.parameters(objective.net), {"lr": objective.optimizer.lr})
+        self.objective, self.context, self.accumulated = objective, context, accumulated
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]  # without one there is no gradient
@@ -300,7 +286,7 @@ class CentralizedOptimizer(torch.optim.Optimizer):
             UserError: If gradients are accumulated but the step needs one elsewhere than at the weights: those of
                 earlier batches were taken at the weights.
         """
-        net, flat, hooks = self.net, self.flat, self.hooks
+        objective, net, flat = self.objective, self.objective.net, self.objective.flat
         params: list[nn.Parameter] = self.param_groups[0]["params"]
         w, batches = flat.vector(net), self.accumulated()
         values: list[Any] = []
@@ -321,12 +307,12 @@ class CentralizedOptimizer(torch.optim.Optimizer):
                 values.append(closure())
             return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
 
-        inits = {**hooks.scratch_state, **self.optimizer.named_state}
+        inits = {**objective.scratch_state, **objective.optimizer.named_state}
         state, ctx, received = self.state[params[0]], self.context(self.param_groups[0]["lr"]), State({"w": w})
         client = State(state.get("client") or State.initial(inits, w, w)) | {"start": w}
-        lr = hooks.step_lr(client, ctx)
-        direction, client = hooks.local_step(w, grad, client, received, ctx)
-        w, client = self.optimizer.take(w, direction, client, lr, ctx)
+        lr = objective.step_lr(client, ctx)
+        direction, client = objective.local_step(w, grad, client, received, ctx)
+        w, client = objective.optimizer.take(w, direction, client, lr, ctx)
         state["client"] = dict(client.only(inits))
-        flat.load(net, hooks.after_step(w, client, received, ctx))
+        flat.load(net, objective.after_step(w, client, received, ctx))
         return values[0]

@@ -318,9 +318,7 @@ def test_centralized(name: str, tmp_path: Path) -> None:
     objective = build("reset")
     flat = objective.flat
     x, y = torch.rand(20, 64, generator=generator(0, "x")), torch.arange(20) % 10
-    centralized = CentralizedOptimizer(
-        objective.net, flat, objective.optimizer, objective, lambda lr: ClientContext(0, 1, 1, flat, lr=lr), lambda: 1
-    )
+    centralized = CentralizedOptimizer(objective, lambda lr: ClientContext(0, 1, 1, flat, lr=lr), lambda: 1)
 
     def closure() -> Tensor:
         centralized.zero_grad()
