@@ -167,15 +167,13 @@ class PAM(Partition):
         parts = []
         for size in sizes(len(labels), num_clients, 0.0):
             part: list[int] = []
-            q = r = np.zeros(0)
+            q, r = np.zeros(coarse.max() + 1), np.zeros(num_classes)
             while len(part) < size:
                 left = np.array([bool(pool) for pool in pools])
-                if not part:
-                    q, r = self._draw(coarse, left, rng)
                 r = r * left
                 totals = np.bincount(coarse, r)
                 q = q * (totals > 0)
-                if not q.any():  # by rounding, the remaining classes had no share
+                if not q.any():  # the first draw; or, by rounding, the remaining classes had no share
                     q, r = self._draw(coarse, left, rng)
                     totals = np.bincount(coarse, r)
                 p = (q / q.sum())[coarse] * r / np.where(totals > 0, totals, 1)[coarse]
