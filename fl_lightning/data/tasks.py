@@ -53,9 +53,9 @@ class Task(ABC):
         """Returns the number of outputs that a net needs for targets ``(N, k)``: k."""
         return int(y.shape[1])
 
+    @abstractmethod
     def scored(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Returns predictions and targets as torchmetrics takes them, with probabilities in place of logits."""
-        return outputs, target
 
     def fit(self, outputs: Tensor, target: Tensor, number: int) -> bool:
         """Returns whether outputs have the shape that targets need."""
