@@ -131,8 +131,7 @@ class LossAt:
             parts = spec.split(w)
             self._shapes = [parts[name].shape for name in self.names]
             self._constant = {name: part for name, part in parts.items() if name not in self.names}
-            w = torch.cat([parts[name].reshape(-1) for name in self.names]) if self._constant else w
-            self.w = w.requires_grad_()
+            self.w = torch.cat([parts[name].reshape(-1) for name in self.names]).requires_grad_()
 
     def scores(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the losses of a batch, ``(n,)``, and the network's outputs.
