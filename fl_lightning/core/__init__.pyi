@@ -86,6 +86,7 @@ from .losses import enlarged as enlarged
 from .losses import kl_to_teacher as kl_to_teacher
 from .losses import not_true as not_true
 from .made import MADE as MADE
+from .made import Made as Made
 from .made import as_setting as as_setting
 from .made import config_of as config_of
 from .made import described as described

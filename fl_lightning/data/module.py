@@ -16,6 +16,7 @@ from fl_lightning.core import (
     Divisor,
     Fraction,
     Inputs,
+    Made,
     NonNegativeInt,
     PositiveInt,
     Threads,
@@ -25,7 +26,6 @@ from fl_lightning.core import (
     numpy_generator,
     require,
 )
-from fl_lightning.core.made import Made
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches, MinibatchTable
 from fl_lightning.data.partition import IID, ClientIndices, Natural, Partition, divide, stratified
