@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_lightning.algorithms.hooks import Hooks
+from fl_lightning.algorithms.module import SupervisedModule
 from fl_lightning.algorithms.parts import (
     Averaging,
     Buffers,
@@ -21,12 +22,10 @@ from fl_lightning.algorithms.parts import (
 from fl_lightning.core import ClientContext, FlatSpec, Init, RoundContext, State, UserError, ensure
 
 
-class Composed(Hooks):
+class Composed(Hooks, SupervisedModule):
     """An algorithm with its parts; see `LocalObjective`."""
 
-    config_key: ClassVar[str]
     flat: FlatSpec
-    loss: nn.Module
     optimizer: LocalOptimizer
     averaging: Averaging | None
     net_buffers: Buffers | None
