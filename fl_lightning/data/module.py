@@ -28,7 +28,7 @@ from fl_lightning.core import (
 )
 from fl_lightning.data.augment import Augment
 from fl_lightning.data.minibatches import Batches, BatchLoader, EpochSampler, Minibatches, MinibatchTable
-from fl_lightning.data.partition import IID, ClientIndices, Natural, Partition, divide, stratified
+from fl_lightning.data.partition import IID, ClientIndices, Natural, Partition, divide, members, stratified
 from fl_lightning.data.samples import Batch, SampleStore, like
 from fl_lightning.data.streaming import Published, Stream, stored_bytes
 from fl_lightning.data.tasks import TaskName
@@ -390,7 +390,8 @@ class FederatedDataModule(DividedData, ABC):
         self.client_sizes, self._union = self.clients.sizes, self.clients.indices.sort().values
         if self.test_clients is not None:
             owners = checked_owners(self.test_clients, len(self.y_test), self.num_clients)
-            self._test_shares = ClientIndices.of(owners, self.num_clients)
+            # the first group is that of the samples without a client
+            self._test_shares = ClientIndices(members(owners + np.int64(1), self.num_clients + 1)[1:])
         self._set_up_with = self._given()
 
     def _given(self) -> list[Any]:

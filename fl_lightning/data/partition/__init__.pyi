@@ -1,6 +1,7 @@
 from .base import ClientIndices as ClientIndices
 from .base import Partition as Partition
 from .base import divide as divide
+from .base import members as members
 from .base import stratified as stratified
 from .dirichlet import IID as IID
 from .dirichlet import PAM as PAM

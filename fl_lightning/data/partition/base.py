@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -113,7 +113,7 @@ def cut(samples: Indices, lengths: Indices) -> list[Indices]:
 
 
 def members(labels: Indices, num_classes: int) -> list[Indices]:
-    """Returns the indices of the samples of each class, in order."""
+    """Returns the indices of the samples of each class (or client), in order."""
     return cut(labels.argsort(kind="stable"), np.bincount(labels, minlength=num_classes))
 
 
@@ -182,17 +182,6 @@ class ClientIndices(Sequence[Tensor]):
         """Returns the indices of several clients."""
         indices = self.indices.numpy()
         return [indices[self._of(client)] for client in clients]
-
-    @classmethod
-    def of(cls, clients: NDArray[np.int64], num_clients: int) -> Self:
-        """Groups indices by the client of each sample.
-
-        Args:
-            clients: Number of each sample's client, ``(N,)``; -1 for a sample without a client.
-            num_clients: Number of clients.
-        """
-        order = np.argsort(clients, kind="stable")[np.count_nonzero(clients < 0) :]
-        return cls(cut(order, np.bincount(clients[order], minlength=num_clients)))
 
 
 def divide(

@@ -13,7 +13,7 @@ import numpy as np
 
 from fl_lightning.core import UserError, each_once, ensure, folded, grouped, require
 from fl_lightning.data.files import read_cifar
-from fl_lightning.data.partition.base import Indices, Partition, check, cut
+from fl_lightning.data.partition.base import Indices, Partition, check, members
 
 
 class Given(Partition):
@@ -66,8 +66,7 @@ class Natural(Partition):
             f"{len(self.users)} users",
             f"give one for each of {len(labels)} samples",
         )
-        clients = self.clients(self.users)
-        return cut(np.argsort(clients, kind="stable"), np.bincount(clients))
+        return members(self.clients(self.users), len({*self.users}))
 
     def clients(self, users: Iterable[int | str]) -> Indices:
         """Returns the client of each user, ``(n,)``, such as those of test samples; -1 for users without a client."""
