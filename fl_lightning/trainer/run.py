@@ -339,8 +339,9 @@ class Run(Experiment):
         metrics, self.round_metrics = self.round_metrics, {}
         logged = {key: float(f"{value:.3g}") if key.startswith("time/") else value for key, value in metrics.items()}
         published = {name: value for name, value in logged.items() if is_protected(name)} if self.private else logged
+        own_loggers = self.own_loggers
         for logger in self.loggers:
-            logger.log_metrics(metrics=logged if logger in self.own_loggers else published, step=self.rounds_done)
+            logger.log_metrics(metrics=logged if logger in own_loggers else published, step=self.rounds_done)
         return logged
 
     def call(self, hook: str, *arguments: Any, but: Sequence[str] = ()) -> None:
