@@ -118,6 +118,8 @@ class Command:
         args: Its arguments.
     """
 
+    needs: tuple[str, ...] = ()
+
     def __init__(self, command: str, *args: str) -> None:
         self.command, self.function = command, function_of(command)
         self.parameters = inspect.signature(self.function, eval_str=True).parameters
