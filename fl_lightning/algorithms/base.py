@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fl_lightning.algorithms.composed import Composed
 from fl_lightning.algorithms.metrics import Metrics
-from fl_lightning.algorithms.module import Losses
+from fl_lightning.algorithms.module import Losses, SupervisedModule
 from fl_lightning.algorithms.parts import (
     SGD,
     Ascent,
@@ -42,7 +42,7 @@ from fl_lightning.core import (
 )
 
 
-class LocalObjective(Composed):
+class LocalObjective(Composed, SupervisedModule):
     """A network, its loss, and the hooks of a federated algorithm; by default FedAvg.
 
     A subclass overrides those `Hooks` that its paper changes. Engines and the trainer call the methods below, which run

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.algorithms.hooks import Hooks
-from fl_lightning.algorithms.module import SupervisedModule
 from fl_lightning.algorithms.parts import (
     Averaging,
     Buffers,
@@ -22,10 +21,12 @@ from fl_lightning.algorithms.parts import (
 from fl_lightning.core import ClientContext, FlatSpec, Init, RoundContext, State, UserError, ensure
 
 
-class Composed(Hooks, SupervisedModule):
+class Composed(Hooks):
     """An algorithm with its parts; see `LocalObjective`."""
 
+    config_key: ClassVar[str]
     flat: FlatSpec
+    loss: nn.Module
     optimizer: LocalOptimizer
     averaging: Averaging | None
     net_buffers: Buffers | None
