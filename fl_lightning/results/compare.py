@@ -336,10 +336,34 @@ class Difference:
         """Both ends of the interval."""
         return self.mean - self.half, self.mean + self.half
 
-    def text(self, form: str = "+.4f", scale: float = 1.0) -> str:
-        """Returns the difference with its interval, if it has one, in a format and multiplied by a factor."""
-        mean, *ends = (format(scale * value, form) for value in (self.mean, *self.ends))
+    def text(self, form: str = "", scale: float = 1.0) -> str:
+        """Returns the difference with its interval, if it has one.
+
+        Args:
+            form: Format of its numbers; nothing: see `rounded`.
+            scale: A factor of them.
+        """
+        numbers = [scale * value for value in (self.mean, *self.ends)]
+        mean, *ends = [format(value, form) for value in numbers] if form else rounded(numbers, scale * self.half, "+")
         return mean if math.isnan(self.half) else f"{mean} [{', '.join(ends)}]"
+
+
+def rounded(values: Sequence[float], error: float, sign: str = "") -> list[str]:
+    """Returns numbers with the decimals that two digits of their error have.
+
+    They have four digits if the error says less or nothing, or if one of them has more than six before the point.
+
+    Args:
+        values: The numbers.
+        error: Their standard deviation, or half the width of an interval.
+        sign: "+" for a sign before positive ones.
+    """
+    largest = max(map(abs, values))
+    if 0 < error < 1e6 and 0 < largest < 1e6:
+        decimals, most = (digits - math.floor(math.log10(x)) for digits, x in ((1, error), (3, largest)))
+        if decimals <= most:
+            return [f"{value:{sign},.{max(decimals, 0)}f}" for value in values]
+    return [f"{value:{sign},.4g}" for value in values]
 
 
 @checked

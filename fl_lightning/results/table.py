@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from textwrap import wrap
 
-from fl_lightning.results.compare import Difference, Group, difference
+from fl_lightning.results.compare import Difference, Group, difference, rounded
 from fl_lightning.results.metrics import (
     METRICS,
     Mode,
@@ -41,10 +41,10 @@ class Column:
         title: Its head.
         statistic: The statistic, see `Group.values`.
         mode: Whether its largest or smallest value is the best; None: neither.
-        form: Format of its values.
+        form: Format of its values; of those with a standard deviation, "g" gives both as many decimals as it says.
         scale: Factor of the printed value.
         fraction: Whether papers print it in per cent.
-        spread: Format of the standard deviation; None: it is not printed.
+        spread: Whether the standard deviation is printed.
         against: The group from which differences over common seeds are taken; None: it holds the values themselves.
     """
 
@@ -55,7 +55,7 @@ class Column:
     form: str = ",.4f"
     scale: float = 1.0
     fraction: bool = False
-    spread: str | None = None
+    spread: bool = False
     against: Group | None = None
 
     @property
@@ -79,11 +79,18 @@ class Column:
     @property
     def in_paper(self) -> "Column":
         """The column as papers print it: accuracy and mIoU in per cent."""
-        return replace(self, scale=100.0, form=",.2f", spread=self.spread and ",.2f") if self.fraction else self
+        return replace(self, scale=100.0, form=",.2f") if self.fraction else self
 
     def number(self, value: float) -> str:
-        """Returns a value as printed."""
-        return _printed(value * self.scale, self.form)
+        """Returns a value as printed; one of a run that diverged in few digits."""
+        return format(value := value * self.scale, self.form if abs(value) < 1e9 else ".4g")
+
+    def numbers(self, values: Sequence[float]) -> list[str]:
+        """Returns the mean of values, and their standard deviation if it is printed, as text."""
+        numbers = [fmean(values), *([deviation(values) or 0.0] if self.spread and len(values) > 1 else [])]
+        if numbers[1:] and self.form.endswith("g"):
+            return rounded([number * self.scale for number in numbers], numbers[1] * self.scale)
+        return [*map(self.number, numbers)]
 
     @property
     def to_target(self) -> bool:
@@ -136,7 +143,7 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     directions = read_directions(groups[0].folders[0])
     leaf = next((name.rpartition("/")[2] for run in runs for name in run.clients), "acc")  # the data's metric
     shown = [
-        Column("mean", window(run.last for run in runs), "mean", mode, spread=",.4f"),
+        Column("mean", window(run.last for run in runs), "mean", mode, spread=True),
         Column("std_rounds", "sd over rounds", "std", None),
         Column("best", "best", "best", mode),
         Column("final", "final", "final", mode),
@@ -146,11 +153,9 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
     for entry in (known(name + end) for name in registered for end in ("", "_all")):  # lambda_max_all: of all clients
         if is_of_clients(entry.name):
             best = None if entry.name.endswith("_gap") else mode_of(entry.name, None, directions)  # no sign is better
-            shown.append(
-                Column(entry.key, entry.title, entry.name, best, ",.4f", 1.0, entry.unit == "fraction", ",.4f")
-            )
+            shown.append(Column(entry.key, entry.title, entry.name, best, ",.4f", 1.0, entry.unit == "fraction", True))
         else:
-            shown.append(Column(entry.key, entry.title, entry.name, form=",.4g", spread=".2g"))
+            shown.append(Column(entry.key, entry.title, entry.name, form=",.4g", spread=True))
     base = reference or groups[0]
     shown += [
         c
@@ -243,18 +248,13 @@ def is_best(group: Group, column: Column, groups: Sequence[Group]) -> bool:
         return True
     second = max(others, key=mean)
     theirs = second.values(column.statistic)
-    lead, printed = mean(group) - mean(second), {column.number(fmean(values)) for values in (ours, theirs)}
+    lead, printed = mean(group) - mean(second), {column.numbers(values)[0] for values in (ours, theirs)}
     if lead <= 0 or len(printed) == 1:
         return False
     gap = difference(group, second, column.statistic)
     if gap is not None and gap.seeds > 1:
         return sign * gap.mean > gap.half
     return lead > max(deviation(ours) or 0.0, deviation(theirs) or 0.0)
-
-
-def _printed(value: float, form: str) -> str:
-    """Returns a number in a format; one of a run that diverged in few digits."""
-    return format(value, form if abs(value) < 1e9 else ".4g")
 
 
 def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Markup | None = None) -> str:
@@ -269,15 +269,15 @@ def cell(group: Group, column: Column, groups: Sequence[Group] = (), markup: Mar
     markup = markup or Markup()
     if column.against is not None:
         return _difference(group, column)
-    values = [value * column.scale for value in group.values(column.statistic)]
+    values = group.values(column.statistic)
     expected = len(group.runs) if column.to_target or group.measured(column.statistic) else 0
     if not values and column.to_target:  # one that was reached has no cost where nothing has measured it
         return "" if group.values("target_round") else markup.never
     if not values:
         return "nan" if expected else ""
-    text = (markup.best if is_best(group, column, groups) else "{}").format(_printed(fmean(values), column.form))
-    if column.spread and len(values) > 1:
-        text = markup.pair.format(text, _printed(deviation(values) or 0.0, column.spread))
+    mean, *spread = column.numbers(values)
+    text = markup.best.format(mean) if is_best(group, column, groups) else mean
+    text = markup.pair.format(text, *spread) if spread else text
     return text if len(values) == expected else f"{text} ({len(values)} of {expected})"  # the others never did
 
 
@@ -285,7 +285,7 @@ def _difference(group: Group, column: Column) -> str:
     difference = paired(group, column)
     if difference is None:
         return ""
-    text = difference.text(f"+{column.form}", column.scale)
+    text = difference.text("" if column.form.endswith("g") else f"+{column.form}", column.scale)
     return text if difference.seeds == len(group.runs) else f"{text} ({difference.seeds} of {len(group.runs)})"
 
 

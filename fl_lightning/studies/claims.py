@@ -189,9 +189,7 @@ def _tested(claim: Mapping[str, Any], methods: Sequence[str], columns: Sequence[
         difference, p = interval(differences), p_values[column.suite.alone]
         side = "seen" if (difference.mean > 0) == claim["larger"] else "against"
         leaning = "open" if difference.seeds < 2 else "not seen" if p >= LEVEL else side
-        text = (
-            difference.text("+.2f", 100.0) + " pp" if claim["measure"] in ("mean", "std") else difference.text("+.3g")
-        )
+        text = difference.text("+.2f", 100.0) + " pp" if claim["measure"] in ("mean", "std") else difference.text()
         seeds = f", {difference.seeds} seed{'s' * (difference.seeds > 1)}" * (difference.seeds < column.seeds)
         findings.append(
             Finding(

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from itertools import pairwise
-from math import sqrt
+from math import nan, sqrt
 from pathlib import Path
 from statistics import stdev
 
@@ -17,7 +17,7 @@ import pytest
 from fl_lightning import UserError
 from fl_lightning.core import COLORS, COLUMN, PAGE, save_figure
 from fl_lightning.core.figures import render, style
-from fl_lightning.results.compare import compare, find_runs, of_run, shown
+from fl_lightning.results.compare import compare, find_runs, of_run, rounded, shown
 from fl_lightning.results.configs import telling
 from fl_lightning.results.curves import all_timed, curve, draw_curves, plot_curves, plot_tradeoff, read
 from fl_lightning.results.metrics import mode_of, write_table
@@ -285,6 +285,24 @@ def test_numbers_of_a_run_that_diverged_are_short(tmp_path: Path) -> None:
     group = compare(runs)[0]
     (mean,) = (column for column in columns([group]) if column.key == "mean")
     assert cell(group, mean) == "7.39e+21 ± 3.484e+21" and mean.number(0.5) == "0.5000"
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "texts"),
+    [
+        ((0.8317, 0.0812), 0.0812, ["0.832", "0.081"]),
+        ((0.00098584, 0.00075), 0.00075, ["0.00099", "0.00075"]),
+        ((-0.2426, -0.4707, -0.01459), 0.228, ["-0.24", "-0.47", "-0.01"]),
+        ((1234.5, 210.0), 210.0, ["1,234", "210"]),
+        ((0.9996, 0.0996), 0.0996, ["1.000", "0.100"]),
+        ((0.2391, 8.6e-6), 8.6e-6, ["0.2391", "8.6e-06"]),  # it would say more than four digits
+        ((0.5, 0.0), 0.0, ["0.5", "0"]),
+        ((7.39e21, 3.484e21), 3.484e21, ["7.39e+21", "3.484e+21"]),
+        ((0.123456,), nan, ["0.1235"]),
+    ],
+)
+def test_numbers_have_the_decimals_of_their_error(values: list[float], error: float, texts: list[str]) -> None:
+    assert rounded(values, error) == texts
 
 
 def test_a_legend_names_the_only_one_of_several_that_has_a_metric(tmp_path: Path) -> None:
