@@ -56,7 +56,7 @@ def _is_plain(value: object) -> bool:
 
 
 class Compiled:
-    """A program as machine code, compiled at the first call.
+    """A program as machine code, compiled at the first call with tensors of these strides.
 
     Args:
         program: The program.
@@ -73,11 +73,17 @@ class Compiled:
         default = str(Path(tempfile.gettempdir(), "torchinductor_"))
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default).startswith(default):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-        self._function: Replay = torch.compile(program, dynamic=False, fullgraph=True)
+        self._program = program
+        self._functions: dict[Any, Replay] = {}
 
     def __call__(self, *tensors: Tensor) -> Values:
+        strides = (*map(Tensor.stride, tensors),)
         try:
-            return self._function(*tensors)
+            if strides not in self._functions:
+                from torch._inductor import compile  # without torch.compile's guards, as long as a small step
+
+                self._functions[strides] = compile(self._program, [*tensors])
+            return self._functions[strides](*tensors)
         except Exception as error:
             if type(error).__module__.startswith("torch._"):
                 cause = str(error.__cause__ or error).strip().splitlines()[0]
@@ -93,10 +99,9 @@ class Compiled:
 class Program:
     """Some steps as one graph; those with the same key are the same.
 
-    Of torch's own settings the key has the number of threads; the compiler sees to the others, as the default dtype.
-
     Attributes:
-        key: The text of the graph, the operations and other objects named in it, and the layouts of its inputs.
+        key: The text of the graph, the operations and other objects named in it, the layouts of its inputs, and torch's
+            own settings on which its code depends.
         graph: The graph. Its inputs are the tensors that the record of a step holds, the numbers that it multiplies
             by, adds, subtracts or divides by, so that programs share code whose settings differ, and those of the
             record.
@@ -131,7 +136,9 @@ class Program:
         graph.recompile()
         layouts = [(v.dtype, v.device, v.shape, v.stride()) for v in (*held.values(), *tensors)]
         functions = dict.fromkeys(node.target for node in graph.graph.nodes if node.op == "call_function")
-        return cls((graph.code, *functions, *others, *layouts, torch.get_num_threads()), graph), (*held.values(),)
+        settings = torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
+        key = graph.code, *functions, *others, *layouts, *settings, torch.are_deterministic_algorithms_enabled()
+        return cls(key, graph), (*held.values(),)
 
 
 def _hold_numbers(step: GraphModule) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import symbolic_trace
 
 from fl_lightning import FedAvg, LocalObjective, algorithms
 from fl_lightning.engine import replay
@@ -126,6 +127,36 @@ def test_dtypes_and_steps_have_code_of_their_own(tmp_path: Path, programs: list[
     for options in ({}, {"precision": "32-true"}, {"precision": "bf16-mixed"}, {"local_steps": 3}):
         train(tmp_path, FedAvg(net=Small()), "graphed", **{"compile": True, "local_steps": 2, **options})  # type: ignore[arg-type]
     assert len(programs) == 4
+
+
+def test_settings_of_torch_have_code_of_their_own() -> None:
+    def key() -> tuple[Any, ...]:
+        return replay.Program.of(symbolic_trace(lambda x: x + 1), [torch.zeros(2, dtype=torch.float32)])[0].key
+
+    threads, dtype, precision = torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    changes: list[tuple[Callable[[Any], object], Any, Any]] = [
+        (torch.set_num_threads, threads + 1, threads),
+        (torch.set_default_dtype, torch.bfloat16, dtype),
+        (torch.set_float32_matmul_precision, "medium", precision),
+        (torch.use_deterministic_algorithms, True, False),
+    ]
+    before = key()
+    for change, value, restored in changes:
+        try:
+            change(value)
+            assert key() != before, change
+        finally:
+            change(restored)
+    assert key() == before
+
+
+@pytest.mark.slow
+def test_tensors_of_other_strides_have_code_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code for some strides would read the wrong numbers of others."""
+    monkeypatch.undo()
+    add, x = replay.Compiled(symbolic_trace(lambda x, y: (x + 2 * y,))), torch.arange(6.0).view(2, 3)
+    for y in (x + 1, (x + 1).T.contiguous().T, torch.ones(3).expand(2, 3), x + 3):
+        assert torch.equal(add(x, y)[0], x + 2 * y)
 
 
 @pytest.mark.slow
