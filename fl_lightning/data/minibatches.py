@@ -79,8 +79,8 @@ class MinibatchTable:
     draws: dict[str, Tensor]
     dtype: torch.dtype
 
-    def blocks(self, clients: Sequence[int], width: int) -> "list[Block]":
-        """Stacks the clients of consecutive rounds, gathered at once; returns a block for each round.
+    def blocks(self, clients: Sequence[int], width: int) -> list[dict[str, Tensor]]:
+        """Stacks the clients of consecutive rounds, gathered at once; returns `Block.tensors` of each round.
 
         Args:
             clients: Numbers of clients of the rounds.
@@ -93,7 +93,7 @@ class MinibatchTable:
         tensors = _stacked(self.source.samples(indices, draws, self.dtype), width, batch, *weights).tensors()
         steps = np.count_nonzero(sizes.any(1), axis=1).tolist()
         parts = {name: torch.split(v, steps) for name, v in tensors.items()}
-        return [Block.of({name: values[i] for name, values in parts.items()}) for i in range(rounds)]
+        return [{name: values[i] for name, values in parts.items()} for i in range(rounds)]
 
 
 def chunks(sizes: Iterable[int], sample_bytes: int) -> Iterator[list[int]]:

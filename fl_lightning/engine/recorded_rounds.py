@@ -149,7 +149,7 @@ class RecordedRounds(Rounds):
                 "n_k": sizes,
                 "k_lr": k_lr,
                 **{f"ctx.{name}": column for name, column in zip(COLUMNS, attributes.unbind(), strict=True)},
-                **block.tensors(),
+                **block,
                 **({"ctx.class_counts": self.class_counts(share, minibatches.source)} if by_class else {}),
                 **({} if len(drawn.clients) == cohort_width else {"there": mask}),
             }

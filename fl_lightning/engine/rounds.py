@@ -30,7 +30,7 @@ from fl_lightning.core import (
     prefixed,
     to_device,
 )
-from fl_lightning.data.minibatches import MinibatchTable
+from fl_lightning.data.minibatches import Block, MinibatchTable
 from fl_lightning.data.samples import SampleStore
 from fl_lightning.engine.base import Carry, Fixed
 from fl_lightning.engine.batched import BatchedEngine, by_client
@@ -174,7 +174,7 @@ class Rounds:
             with self.on_all_processes():
                 ctx = self.context(padded, minibatches.source)
                 sent, carry, fixed = self.send(server, *table.take(table.places(padded.clients)), ctx)
-                results = self.finish(self.engine.steps(carry, block, fixed), fixed)
+                results = self.finish(self.engine.steps(carry, Block.of(block), fixed), fixed)
             results = self.together(drawn, results, len(drawn.clients))
             training_s = time.perf_counter() - started
             average = partial(self.average, drawn.contexts)
