@@ -25,6 +25,7 @@ from fl_lightning import (
     SCAFFOLD,
     SGD,
     AdaptiveSharpness,
+    Arrays,
     Callback,
     ClientEvaluation,
     ClientLambdaMax,
@@ -33,6 +34,7 @@ from fl_lightning import (
     Digits,
     DigitsMLP,
     Discrepancy,
+    Faults,
     FedAvg,
     FederatedTrainer,
     FedGF,
@@ -274,6 +276,53 @@ def test_updates(tmp_path: Path) -> None:
         # FedAvg sends what it has: the direction from the unperturbed model is the round's own
         assert measured[t, "delta_epsilon_cosine"] == pytest.approx(similarity)
         assert measured[t, "delta_epsilon"] == pytest.approx(0.1 * (2 - 2 * similarity) ** 0.5)
+
+
+def test_a_cohorts_loss_is_that_of_the_clients_whose_models_count(tmp_path: Path) -> None:
+    """Client 2's model is not finite, and client 0 is lost after the first of two phases."""
+
+    class Lost(Faults):
+        def attendance(self, clients: Any, asked: Any, t: int, phase: int, seed: int) -> Any:
+            there = [k for k in clients if k or not phase]
+            return super().attendance(there, [asked[clients.index(k)] for k in there], t, phase, seed)
+
+    class Break(NaiveFedGloSS):
+        def local_end(self, w: Tensor, client: Any, received: Any, ctx: Any) -> Any:
+            return super().local_end(w * (math.nan if ctx.n_k == sizes[2] else 1.0), client, received, ctx)
+
+    class Keep(Callback):
+        def on_round_start(self, run: Run, ctx: Any, cohort: list[int]) -> None:
+            self.before, self.local = run.server.w, dict[int, Tensor]()
+
+        def on_local_end(self, run: Run, result: Any) -> None:
+            if result.ctx.phase and result.client != 2:
+                self.local[result.client] = result.w
+
+    rng, sizes, keep = np.random.default_rng(0), [5, 7, 9, 11], Keep()
+    clients = [(rng.random((n, 1, 8, 8)), np.arange(n) % 10) for n in sizes]
+    trainer = FederatedTrainer(
+        max_rounds=1,
+        clients_per_round=4,
+        precision="64-true",
+        accelerator="cpu",
+        engine="sequential",
+        enable_progress_bar=False,
+        faults=Lost(),
+        callbacks=[keep, FlatnessMonitor(1, [CohortLoss()])],
+        default_root_dir=str(tmp_path),
+    )
+    data = Arrays(client_arrays=clients, test=(rng.random((3, 1, 8, 8)), np.arange(3)), scale=1.0)
+    run = trainer.fit(Break(net(), optimizer=SGD(lr=0.1)), data)
+
+    def loss(client: int, w: Tensor) -> float:
+        x, y = (torch.from_numpy(v) for v in clients[client])
+        return sizes[client] * mean_loss(net().double(), CE, [(x, y)], w)
+
+    assert list(keep.local) == [1, 3]
+    drop = sum(loss(k, keep.before) - loss(k, run.server.w) for k in (1, 3)) / 18
+    gap = abs(sum(loss(k, run.server.w) - loss(k, keep.local[k]) for k in (1, 3))) / 18
+    assert run.metrics["flatness/loss_drop_cohort"] == pytest.approx(drop, rel=1e-9)
+    assert run.metrics["flatness/loss_gap"] == pytest.approx(gap, rel=1e-9)
 
 
 @pytest.mark.slow

@@ -31,9 +31,11 @@ class LocalMean(Measure):
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64)
+        self._seen: dict[int, int] = {}
 
     def add(self, value: float, result: LocalResult) -> None:
         """Adds a local model's value."""
+        self._seen[result.client] = result.ctx.n_k
         self._sums += torch.tensor([result.ctx.n_k * value, result.ctx.n_k], dtype=torch.float64)
 
     def mean(self, context: MeasurementContext) -> tuple[float, int]:
@@ -216,7 +218,8 @@ class CohortLoss(LocalMean):
     """``loss_drop_cohort`` and ``loss_gap``: what a round does to the loss on the data of its own clients.
 
     The drop is F_S(w^t) - F_S(w^{t+1}) on the union of the cohort's data (FedGMT's Figure 2, as far as its program
-    computes it). The gap is |Σ_k n_k (F_k(w^{t+1}) - F_k(w_k))| / n.
+    computes it). The gap is |Σ_k n_k (F_k(w^{t+1}) - F_k(w_k))| / n. Clients without a finite local model are left out
+    of both, as long as others have one.
     """
 
     local = True
@@ -225,7 +228,8 @@ class CohortLoss(LocalMean):
         self.add(mean_loss(**local_loss(run, result.client, result.w)), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        batches, n, description = context.union(context.cohort)
+        seen = collectives.all_gather_dict(context.run.fabric, self._seen)
+        batches, n, description = context.union([k for k in context.cohort if k in seen] or context.cohort)
         before, after = (mean_loss(**context.loss(batches, state)) for state in (context.old, context.new))
         local, m = self.mean(context)
         rows = (
