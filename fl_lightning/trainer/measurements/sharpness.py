@@ -125,7 +125,7 @@ class Sharpness(Measure):
     With ``eta`` it measures ASAM's adaptive sharpness, and the names begin with ``adaptive_``.
 
     Args:
-        data: all, cohort, or both.
+        data: all, cohort, or both; null: both.
         rho: Radius.
         steps: Number of ascent steps; one is a lower bound, see `fl_lightning.flatness.sharpness`.
         samples: Size of the stratified sample of all clients' data; null: all. The cohort's data are used whole.

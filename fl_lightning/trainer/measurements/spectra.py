@@ -209,7 +209,7 @@ class ClientLambdaMax(CurvatureMeasure):
     the clients is logged; each client's value goes to ``flatness.jsonl``.
 
     Args:
-        data: local, global, or both.
+        data: local, global, or both; null: local.
         samples: Size of the stratified sample for "global"; null: all. "local" uses all of the client's data.
         iterations: Maximum number of products.
         tol: Relative residual to stop at; null: as in `flatness.lambda_max`.
