@@ -83,9 +83,9 @@ class FedScar(LocalObjective):
             self.server_state = {**self.server_state, "update": "zeros", "a": 0.0}
 
     def pushed(self, client: State, w: Tensor) -> Tensor:
-        """``alpha unit(w^t - z_i)``; at first contact z_i is w^t, and the push zero."""
-        length = client.a if self.surveys else self.alpha
-        return length * unit(self.way(client, w))
+        """``alpha unit(w^t - z_i)``; zero at first contact, where z_i is w^t, and where it is w^t up to rounding."""
+        length, way = client.a if self.surveys else self.alpha, self.way(client, w)
+        return length * unit(way * (norm(way) > 8 * torch.finfo(w.dtype).eps * norm(w)))
 
     def way(self, client: State, w: Tensor) -> Tensor:
         """Returns the vector from the client's last model to the global one."""

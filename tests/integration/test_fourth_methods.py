@@ -49,6 +49,14 @@ def test_neutral_options_of_fedscar(golden: Golden) -> None:
     close(path(golden, FedScar4, alpha=0.05, beta=0), duals)
 
 
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_nobody_is_pushed_along_rounding(golden: Golden, weighting: str) -> None:
+    """Alone in a round and without duals, the global model is a client's last one: there is no way to push along."""
+    golden.schedule = [[0], [0], [0], [1], [1]]
+    alone = path(golden, FedScar, beta=0, rho=0, weighting=weighting)
+    close(alone, path(golden, FedAvg, weighting=weighting))
+
+
 def test_first_round_of_one_step(golden: Golden) -> None:
     """w^1 is wbar + beta / M times the sum of the moves: there is no bias, and the force is 0 in the first step."""
     _, record = golden.run(FedScar(net=golden.net(), beta=0.3, optimizer=WD), local_steps=1, max_rounds=1)
