@@ -52,7 +52,8 @@ class Dirichlet(Partition):
 
     Args:
         alpha: TOTAL concentration, alpha / num_classes for each class; some papers print the value per class (0.005 for
-            0.05 with 10 classes). 0 gives every client one class. Large values approach equal shares.
+            0.05 with 10 classes). 0 gives every client one class, and each class as many clients (to within one),
+            whatever its size. Large values approach equal shares.
         power: Sizes as in :class:`IID`; 0: equal.
         draws: How a client gets its samples by q: "rounded", as above; or "multinomial", class by class with q
             renormalised when a class is used up, as in Google's public generator, which gives different splits.
