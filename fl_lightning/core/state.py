@@ -296,7 +296,7 @@ class Uploads:
         names: Uploaded names.
         weighting: Weights of `weighted`.
         clients: Contexts of the clients whose uploads are added.
-        like: A tensor with the dtype and device of the uploads.
+        like: A tensor on the device of the uploads, with the dtype in which they are added.
 
     Attributes:
         n: Number of clients in the averages, S.
@@ -311,7 +311,7 @@ class Uploads:
     def __init__(
         self, names: Iterable[str], weighting: Weighting, clients: Sequence[ClientContext], like: Tensor
     ) -> None:
-        self.names, self.weighting = tuple(names), weighting
+        self.names, self.weighting, self._dtype = tuple(names), weighting, like.dtype
         self.n: float = len(clients)
         self.samples: float | Tensor = sum(c.n_k for c in clients)
         k_lr = to_device(k_lr_sums(clients), like.device, like.dtype)
@@ -321,12 +321,13 @@ class Uploads:
     def add(self, upload: Mapping[str, Tensor], samples: int) -> None:
         """Adds one client's upload; in cohort order, so that sums do not depend on which process trained it."""
         for name in self.names:
+            value = upload[name].to(self._dtype)
             if name not in self._sums:
-                self._sums[name] = torch.stack([upload[name], upload[name] * samples])
+                self._sums[name] = torch.stack([value, value * samples])
             else:
                 plain, weighted = self._sums[name]
-                plain.add_(upload[name])
-                weighted.add_(upload[name], alpha=samples)
+                plain.add_(value)
+                weighted.add_(value, alpha=samples)
 
     @classmethod
     def of_rows(
@@ -351,7 +352,7 @@ class Uploads:
         uploads = cls(rows, weighting, [], k_lr)
         uploads.n, uploads.samples, uploads._sums["k_lr"] = n, samples, k_lr
         for name, values in rows.items():
-            first, *others = zip(values.unbind(), counts.unbind(), strict=True)
+            first, *others = zip(values.to(uploads._dtype).unbind(), counts.unbind(), strict=True)
             plain, weighted = first[0], first[0] * first[1]
             for row, count in others:
                 plain, weighted = plain + row, torch.addcmul(weighted, row, count)

@@ -211,7 +211,8 @@ def _expected(engine: Engine, sequential: Engine, job: Job, rounding: float, tol
 
 def _with_limits(job: Job, result: LocalResult, rounding: float, tolerance: float) -> Expected:
     """Returns what leaves a local training, each value with the distance that rounding explains."""
-    expected, known = dict[str, tuple[Tensor, float]](), [*job.received.values(), *job.state.values()]
+    known = [*map(_real, (*job.received.values(), *job.state.values()))]
+    expected = dict[str, tuple[Tensor, float]]()
     for name, value in _leaving(result).items():
         like = [v for v in (value * 0, *known) if v.shape == value.shape]
         change = min(float((value - v).norm()) for v in like)
@@ -237,7 +238,13 @@ def _leaving(result: LocalResult) -> dict[str, Tensor]:
     uploads = {f"upload '{name}'": value for name, value in result.upload.items()}
     state = {f"state '{name}'": value for name, value in result.state.items()}
     logs = {f"log '{name}'": result.logs.row(name, 1, result.loss)[0] for name in result.logs.values}
-    return {"the weights": result.w, **uploads, **state, **logs, "the loss": result.loss}
+    values = {"the weights": result.w, **uploads, **state, **logs, "the loss": result.loss}
+    return {name: _real(value) for name, value in values.items()}
+
+
+def _real(value: Tensor) -> Tensor:
+    """Returns a mask, integers or half precision as numbers of which norms can be taken."""
+    return value if value.dtype in (torch.float32, torch.float64) else value.to(accumulator_dtype(value.device))
 
 
 def _converted(jobs: Sequence[Job]) -> list[Job]:
@@ -255,7 +262,7 @@ def _converted(jobs: Sequence[Job]) -> list[Job]:
 
 
 def _doubled(state: State) -> State:
-    return State({name: value.double() for name, value in state.items()})
+    return State({name: v.double() if v.is_floating_point() else v for name, v in state.items()})
 
 
 def _moved(job: Job, fraction: float) -> Job:

@@ -235,6 +235,46 @@ def test_a_matrix_that_is_not_finite_is_named(tmp_path: Path) -> None:
         fit(model, tmp_path)
 
 
+class Masks(FedAvg):
+    """The server sends a mask and places; clients upload signs, as truths and as integers, and half precision."""
+
+    server_state: Mapping[str, Any] = {
+        "mask": lambda w0: torch.arange(len(w0)) % 3 > 0,
+        "places": lambda w0: torch.arange(len(w0)).flip(0),
+    }
+    down = ("w", "mask", "places")
+    up = ("w", "signs", "count", "half")
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        return torch.where(received.mask, grad(w), 0.1 * w[..., received.places]), client
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        signs = w > 0
+        half = torch.full_like(w, 2.0**15, dtype=torch.half)  # two of them are more than its largest number
+        return {"w": w, "signs": signs, "count": signs.sum(-1, keepdim=True), "half": half}, client
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        assert float(uploads.mean("half")[0]) == 2.0**15
+        shift = uploads.weighted("signs") - uploads.mean("count") / len(server.w)
+        mask = torch.where(server.places % 2 == ctx.t % 2, server.mask, uploads.mean("signs") > 0.4)
+        return server.replace(w=uploads.weighted("w") + 0.1 * shift, mask=mask)
+
+
+@pytest.mark.filterwarnings("error:.*gives another result")
+@pytest.mark.parametrize("kind", [Masks])
+def test_matrices_masks_and_integers_on_all_engines(kind: Any, tmp_path: Path) -> None:
+    """Clients take different numbers of steps, and a program has rounds of different widths."""
+    schedule = [[0, 1, 2], [4, 3], [2, 3, 0, 4], [1, 2, 4], [3, 1], [0, 4, 1]]
+    runs = [
+        fit(kind(net()), tmp_path, engine=engine, sampler=fl.ReplaySampler(schedule), max_rounds=6, eval_every=9)
+        for engine in ("sequential", "batched", "graphed")
+    ]
+    for run in runs[1:]:
+        torch.testing.assert_close({**run.server}, {**runs[0].server}, rtol=1e-12, atol=1e-12)
+        for k, row in run.clients.rows().items():
+            torch.testing.assert_close({**row}, {**runs[0].clients.rows()[k]}, rtol=1e-12, atol=1e-12)
+
+
 # Losses that differ in their tensors
 
 

@@ -206,9 +206,9 @@ class Aggregation(Checked, key="trainer.aggregation"):
         weights = [self.weigh(received, w) for w, _ in kinds[: 2 if uploads.weighting == "samples" else 1]]
 
         def sums(name: str, _: object) -> Tensor:
-            like = received.arrived[0][name]
+            shape, like = received.arrived[0][name].shape, received.server.w
             blocks = [torch.stack([self._combined(b, w.to(b)) for w in weights]) for b in received.blocks(name)]
-            means = torch.cat(blocks, dim=1).view(len(weights), *like.shape)
+            means = torch.cat(blocks, dim=1).view(len(weights), *shape)
             means = means + received.known[name].to(means) if name in received.known else means
             return torch.stack([means[min(i, len(means) - 1)] * total for i, (_, total) in enumerate(kinds)]).to(like)
 

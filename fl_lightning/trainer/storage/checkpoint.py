@@ -41,8 +41,11 @@ def by_key(objects: Sequence[T]) -> dict[str, T]:
 
 
 def norms(server: State) -> dict[str, Tensor]:
-    """Returns the norm of each of the server's vectors ``(d,)``, as scalars on its device: nothing waits for them."""
-    vectors = {name: v for name, v in server.items() if v.shape == server.w.shape}
+    """Returns the norm of each of the server's vectors ``(d,)``, as scalars on its device: nothing waits for them.
+
+    Masks and integers are no vectors.
+    """
+    vectors = {name: v for name, v in server.items() if v.shape == server.w.shape and v.is_floating_point()}
     return {name: torch.linalg.vector_norm(v, dtype=accumulator_dtype(v.device)) for name, v in vectors.items()}
 
 
