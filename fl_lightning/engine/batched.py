@@ -116,7 +116,8 @@ class BatchedEngine(Engine):
             clients = [job.minibatches for job in jobs]
             batch = clients[0].source.batch_size or 1 << (max(max(client.sizes) for client in clients) - 1).bit_length()
             carry, upload, state, logs = self._trained(rows, blocks(clients, len(rows), batch))
-            finite = torch.stack([is_finite(v) for group in (upload, state) for v in group.values()]).all(0)
+            values = (v.reshape(len(rows), -1) for group in (upload, state) for v in group.values())
+            finite = torch.stack([*map(is_finite, values)]).all(0)
             n = len(jobs)  # the rest is padding
             steps = to_device([max(job.ctx.K, 1) for job in jobs], carry.loss.device, carry.loss.dtype)
             loss = carry.loss[:n] / steps
@@ -190,8 +191,8 @@ class BatchedEngine(Engine):
             for block in blocks:
                 carry = self.steps(carry, block, fixed, settings)
             upload, state, logs = self.finish(carry, fixed)
-        uploads, states = ({n: v if v.ndim > 1 else v.expand(width, -1) for n, v in g.items()} for g in (upload, state))
-        return carry, uploads, State(states), logs
+        upload = {name: v if v.ndim > 1 else v.expand(width, -1) for name, v in upload.items()}
+        return carry, upload, State({name: v.expand_as(carry.state[name]) for name, v in state.items()}), logs
 
     def together(self, contexts: Sequence[ClientContext], like: Tensor, draws: Draws) -> ClientContext:
         """Returns the clients' contexts as one; attributes that differ between clients are ``(clients, 1)``."""
@@ -231,7 +232,8 @@ class BatchedEngine(Engine):
             return values
 
         new = self.step(carry, fixed, evaluate)
-        state = State({name: torch.where(active, new.state[name], old) for name, old in carry.state.items()})
+        pairs = ((name, new.state[name], old) for name, old in carry.state.items())
+        state = State({name: torch.where(mask_of_rows(active, old), value, old) for name, value, old in pairs})
         loss = carry.loss + torch.where(active[:, 0], new.loss, 0)
         return Carry(torch.where(active, new.w, carry.w), state, loss)
 
@@ -274,6 +276,11 @@ class BatchedEngine(Engine):
     def _output_of_mixed(self, v: Tensor, x: Tensor) -> Any:
         """Returns `_observed` under autocast, which sees a convolution before vmap only within a derivative."""
         return vjp(partial(self._observed, x=x), v)[0]
+
+
+def mask_of_rows(mask: Tensor, values: Tensor) -> Tensor:
+    """Returns a mask of clients, ``(clients, 1)``, in the shape that acts on values ``(clients, ...)``."""
+    return mask if values.ndim == 2 else mask.view(-1, *[1] * (values.ndim - 1))
 
 
 def by_client(values: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:

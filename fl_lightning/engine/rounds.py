@@ -33,7 +33,7 @@ from fl_lightning.core import (
 from fl_lightning.data.minibatches import Block, MinibatchTable
 from fl_lightning.data.samples import SampleStore
 from fl_lightning.engine.base import Carry, Fixed
-from fl_lightning.engine.batched import BatchedEngine, by_client
+from fl_lightning.engine.batched import BatchedEngine, by_client, mask_of_rows
 from fl_lightning.engine.record import Tensors
 
 
@@ -265,9 +265,10 @@ class Rounds:
         upload, state, logs = self.engine.finish(carry, fixed)
         width, steps = len(carry.w), cast(Tensor, fixed.ctx.K)  # (clients, 1)
         loss = carry.loss / steps.clamp(min=1)[:, 0]
-        rows = {**prefixed("upload", upload), **prefixed("state", state)}
-        rows = {name: v if v.ndim > 1 else v.expand(width, -1) for name, v in rows.items()}
-        return {"loss": loss, **rows, **prefixed("log", {name: logs.row(name, width, loss) for name in logs.names})}
+        upload = {name: v if v.ndim > 1 else v.expand(width, -1) for name, v in upload.items()}
+        rows = {name: v.expand_as(carry.state[name]) for name, v in state.items()}
+        logged = {name: logs.row(name, width, loss) for name in logs.names}
+        return {"loss": loss, **prefixed("upload", upload), **prefixed("state", rows), **prefixed("log", logged)}
 
     def receive(
         self,
@@ -296,7 +297,10 @@ class Rounds:
         objective, n, loss = self.objective, len(results["loss"]), results["loss"]
         upload, state, logged = (below(group, results) for group in ("upload", "state", "log"))
         if present is not None:
-            upload, state = ({k: torch.where(present, v, 0) for k, v in group.items()} for group in (upload, state))
+            upload, state = (
+                {name: torch.where(mask_of_rows(present, v), v, 0) for name, v in group.items()}
+                for group in (upload, state)
+            )
         logs = Logs((*logged,))
         server_ctx = replace(_of_server(ctx), logs=logs)
         after = objective.finish_phase(server, sent, average(upload), server_ctx)

@@ -235,6 +235,27 @@ def test_a_matrix_that_is_not_finite_is_named(tmp_path: Path) -> None:
         fit(model, tmp_path)
 
 
+class Heads(FedAvg):
+    """Clients keep, sum up within a round, and upload a matrix: the weights of the last layer."""
+
+    client_state: Mapping[str, Any] = {"own": lambda w0: w0.new_zeros(CLASSES, 6), "sent": lambda w0: w0.new_ones(2, 6)}
+    scratch_state: Mapping[str, Any] = {"total": lambda w0: w0.new_zeros(CLASSES, 6)}
+    server_state: Mapping[str, Any] = {"head": lambda w0: w0.new_zeros(CLASSES, 6)}
+    down = ("w", "head")
+    up = ("w", "head")
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        head = ctx.flat.split(w)["2.weight"]
+        pull = (head - received.head + client.own).sum((-2, -1))[..., None]
+        return grad(w) + 0.01 * pull, client.replace(total=client.total + head)
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        return {"w": w, "head": client.total}, client.replace(own=client.total / 2, sent=received.head[:2])
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        return super().server_step(server.replace(head=uploads.weighted("head")), sent, uploads, ctx)
+
+
 class Masks(FedAvg):
     """The server sends a mask and places; clients upload signs, as truths and as integers, and half precision."""
 
@@ -261,7 +282,7 @@ class Masks(FedAvg):
 
 
 @pytest.mark.filterwarnings("error:.*gives another result")
-@pytest.mark.parametrize("kind", [Masks])
+@pytest.mark.parametrize("kind", [Heads, Masks])
 def test_matrices_masks_and_integers_on_all_engines(kind: Any, tmp_path: Path) -> None:
     """Clients take different numbers of steps, and a program has rounds of different widths."""
     schedule = [[0, 1, 2], [4, 3], [2, 3, 0, 4], [1, 2, 4], [3, 1], [0, 4, 1]]
