@@ -78,8 +78,9 @@ class Numbers:
 class RecordedRound:
     """The number of the round, or one computed from it, while a function is recorded.
 
-    A comparison returns its outcome in this round, which must hold wherever the record is used. Where the number meets
-    a tensor, it is an input of the record: Python computes it anew in each round. Python refuses anything else.
+    A comparison returns its outcome in this round, which must hold wherever the record is used; its text is that of
+    this number, which must be the same. Where the number meets a tensor, it is an input of the record: Python computes
+    it anew in each round. Python refuses anything else.
 
     Args:
         record: The numbers of the record.
@@ -91,6 +92,12 @@ class RecordedRound:
 
     def __bool__(self) -> bool:
         return bool(operator.ne(self, 0))
+
+    def __repr__(self) -> str:
+        """Returns the text of the number; `str` and f-strings do, too."""
+        value = self.value(self.record.t)
+        self.record.guards.append(lambda t: self.value(t) == value)
+        return repr(value)
 
     def __neg__(self) -> "RecordedRound":
         return RecordedRound(self.record, lambda t: -self.value(t))
