@@ -231,7 +231,9 @@ class Engine:
             client |= {name: value for name, value in initial.items() if client.get(name) is state[name]}
         seen = objective.seen_state(start, client, received)
         teachers, constants = objective.teachers(*seen), objective.loss_constants(*seen, ctx)
-        constants = tuple(v.expand(*like.shape[:-1], -1) if v.ndim == 1 else v for v in constants)  # the same for all
+        constants = tuple(  # the same for all
+            v.expand((*like.shape[:-1], *v.shape)) if v.ndim < 2 else v for v in constants
+        )
         fixed = Fixed(received, start, teachers, constants, ctx, optimizer.begin(objective.flat, start))
         state = State({name: value.expand_as(state[name]) for name, value in client.only(state).items()})
         return Carry(start.expand_as(like), state, like.new_zeros(like.shape[:-1])), fixed

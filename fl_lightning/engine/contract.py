@@ -137,7 +137,8 @@ def _rounds(
         sent = objective.begin_phase(server, round_ctx)
         carry, fixed = dry.begin(client | scratch, sent, client_ctx, w0)
         carry = dry.step(carry, fixed, evaluate)
-        upload, client, _ = dry.finish(carry, fixed)
+        upload, client, logs = dry.finish(carry, fixed)
+        _check_logs(logs)
         watched.warn_of_clients()
         arrived = through((part.arrived for part in objective.parts if part.packs), upload, sent, client_ctx)
         bits = objective.bits(sent, up=False), objective.bits(arrived, up=True)
@@ -148,9 +149,10 @@ def _rounds(
             continue
         averages = Uploads(objective.wire[1], objective.weighting, [client_ctx], w0)
         averages.add(arrived, 1)
-        watched = Watched(owners)
-        round_ctx = replace(round_ctx, logs=Logs(objective.all_logs))
+        watched, logs = Watched(owners), Logs(objective.all_logs)
+        round_ctx = replace(round_ctx, logs=logs)
         server = objective.finish_phase(server, sent, averages, round_ctx)
+        _check_logs(logs)
         if phase == phases[-1]:
             server = objective.survey(server, total, round_ctx) if objective.surveys else server
             server = objective.finish_round(server, before, round_ctx)
@@ -159,6 +161,11 @@ def _rounds(
         if phase == phases[-1]:
             objective.client_model(server.w, client)
             yield contract
+
+
+def _check_logs(logs: Logs) -> None:
+    for name, value in logs.values.items():
+        ensure(value.numel() == 1, f"ctx.log: '{name}' is {_form(value)}; log one number, as norm(v)")
 
 
 def contract_of(objective: LocalObjective, classes: int = 3) -> dict[int, Exchange]:
@@ -224,6 +231,10 @@ def _held(hook: Any, declared: Any, d: int) -> Any:
                 for v in part if isinstance(part, tuple) else (part,):
                     right = isinstance(v, Tensor) and v.shape == (d,)
                     ensure(right, f"{name} returns {_form(v)}; return a vector of w's shape, ({d},)")
+            elif expected == tuple[Tensor, ...]:
+                right = isinstance(part, tuple | list) and all(isinstance(v, Tensor) for v in part)
+                returned = f"{part!r:.40}" if isinstance(part, tuple | list) else _form(part)
+                ensure(right, f"{name} returns {returned}; return a tuple of tensors, as (v,)")
             elif hook.__name__ == "bits":
                 for wire, n in part.items():
                     right = isinstance(n, int) and n >= 0

@@ -139,3 +139,69 @@ def test_a_mistake_of_the_server_leaves_no_run(make: Any, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"server_step returns 'w' as .*; return float64 of shape \(307,\), as it was"):
         train(tmp_path, make(), "graphed", max_rounds=3)
     assert not [*tmp_path.iterdir()]
+
+
+class LogsAll(FedAvg):
+    """Logs a vector, of a client or of the server."""
+
+    logs = ("model",)
+
+    def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
+        ctx.log("model", w)
+        return {"w": w}, client
+
+
+class ServerLogsAll(FedAvg):
+    logs = ("model",)
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        ctx.log("model", server.w)
+        return super().server_step(server, sent, uploads, ctx)
+
+
+class BareConstant(FedAvg):
+    """Without the comma of ``(v,)``."""
+
+    def loss_constants(self, client: State, received: State, ctx: Any) -> Any:
+        return received.w[..., :4]
+
+
+class NumberConstant(FedAvg):
+    def loss_constants(self, client: State, received: State, ctx: Any) -> Any:
+        return (0.5,)
+
+
+class NetAsTeacher(FedAvg):
+    def teacher(self, client: State, received: State) -> Any:
+        return self.net
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (LogsAll, r"ctx\.log: 'model' is float64 of shape \(307,\); log one number, as norm\(v\)"),
+        (ServerLogsAll, r"ctx\.log: 'model' is float64 of shape \(307,\); log one number, as norm\(v\)"),
+        (BareConstant, r"loss_constants returns float64 of shape \(4,\); return a tuple of tensors, as \(v,\)"),
+        (NumberConstant, r"loss_constants returns \(0\.5,\); return a tuple of tensors, as \(v,\)"),
+        (NetAsTeacher, r"teachers returns a Small; return a tuple of tensors, as \(v,\)"),
+    ],
+)
+def test_a_tensor_for_a_number_and_a_number_for_a_tensor(kind: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, kind(net=Small()), "sequential", max_rounds=1)
+
+
+class OneNumber(FedAvg):
+    """A constant of the loss that is a scalar tensor."""
+
+    def loss_constants(self, client: State, received: State, ctx: Any) -> Any:
+        return (torch.tensor(0.5, dtype=torch.float64),)
+
+    def losses(self, logits: Tensor, target: Tensor, *constants: Tensor) -> Tensor:
+        return super().losses(logits, target) * constants[0]
+
+
+@pytest.mark.parametrize("engine", ["batched", "graphed"])
+def test_a_constant_of_the_loss_may_be_a_scalar(engine: str, tmp_path: Path) -> None:
+    runs = [train(tmp_path, OneNumber(net=Small()), name, max_rounds=2) for name in (engine, "sequential")]
+    torch.testing.assert_close(runs[0].server.w, runs[1].server.w, rtol=1e-9, atol=1e-12)
