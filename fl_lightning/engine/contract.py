@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from inspect import getmembers, isfunction, signature
 from itertools import product
 from typing import Any, get_args, get_origin, get_type_hints
@@ -140,6 +140,8 @@ def _rounds(
         upload, client, logs = dry.finish(carry, fixed)
         _check_logs(logs)
         watched.warn_of_clients()
+        again = [partial(objective.begin_phase, state, round_ctx) for state in (server.replace(w=server.w / 2), server)]
+        _warn_unless_repeated(f"{name}.broadcast", watched, sent, *again)
         arrived = through((part.arrived for part in objective.parts if part.packs), upload, sent, client_ctx)
         bits = objective.bits(sent, up=False), objective.bits(arrived, up=True)
         shapes = [{key: v.to("meta") for key, v in values.items()} for values in (sent, upload, arrived, client)]
@@ -147,25 +149,55 @@ def _rounds(
         del carry, fixed
         if phase == len(phases):
             continue
-        averages = Uploads(objective.wire[1], objective.weighting, [client_ctx], w0)
-        averages.add(arrived, 1)
         watched, logs = Watched(owners), Logs(objective.all_logs)
         round_ctx = replace(round_ctx, logs=logs)
-        server = objective.finish_phase(server, sent, averages, round_ctx)
+        uploads = (_averages(objective, client_ctx, arrived, factor, w0) for factor in (1, 0.5, 1))
+        step, *again = (partial(objective.finish_phase, server, sent, averages, round_ctx) for averages in uploads)
+        server = stepped = step()
         _check_logs(logs)
         if phase == phases[-1]:
             server = objective.survey(server, total, round_ctx) if objective.surveys else server
             server = objective.finish_round(server, before, round_ctx)
         watched.warn_of_server(numbers=False)
+        _warn_unless_repeated(f"{name}.server_step", watched, stepped, *again)
         client = objective.finish_client(client, server)
         if phase == phases[-1]:
             objective.client_model(server.w, client)
             yield contract
 
 
+def _averages(objective: LocalObjective, ctx: ClientContext, arrived: Upload, factor: float, like: Tensor) -> Uploads:
+    """Returns the averages of one client's upload with its model times a factor."""
+    averages = Uploads(objective.wire[1], objective.weighting, [ctx], like)
+    averages.add({name: value * factor if name == "w" else value for name, value in arrived.items()}, 1)
+    return averages
+
+
 def _check_logs(logs: Logs) -> None:
     for name, value in logs.values.items():
         ensure(value.numel() == 1, f"ctx.log: '{name}' is {_form(value)}; log one number, as norm(v)")
+
+
+def _warn_unless_repeated(name: str, watched: Watched, value: State, *again: Callable[[], State]) -> None:
+    """Warns if a hook of the server gives another result when it is repeated, and no attribute has changed.
+
+    On a CPU alone: on a GPU the order of sums may differ.
+
+    Args:
+        name: Its name.
+        watched: The attributes before the first call.
+        value: What it has returned.
+        *again: Calls it with other arguments, and at last with the same.
+    """
+    if value.w.device.type != "cpu" or any(watched.changed()) or any(watched.added()):
+        return
+    repeated = [call() for call in again][-1]
+    if any(not torch.equal(v, repeated[key]) and not bool(v.isnan().any()) for key, v in value.items()):
+        warn(
+            f"{name} gives another result when it is repeated: it draws random numbers elsewhere than from a generator "
+            "seeded with ctx.t, or keeps something in a global variable; so does a resumed run",
+            stacklevel=3,
+        )
 
 
 def contract_of(objective: LocalObjective, classes: int = 3) -> dict[int, Exchange]:

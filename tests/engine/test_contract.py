@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -205,3 +206,43 @@ class OneNumber(FedAvg):
 def test_a_constant_of_the_loss_may_be_a_scalar(engine: str, tmp_path: Path) -> None:
     runs = [train(tmp_path, OneNumber(net=Small()), name, max_rounds=2) for name in (engine, "sequential")]
     torch.testing.assert_close(runs[0].server.w, runs[1].server.w, rtol=1e-9, atol=1e-12)
+
+
+PAST = list[Tensor]()
+
+
+class InAList(FedAvg):
+    """The server's step keeps its steps in a list of the module, of which it takes the mean."""
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        PAST.append(uploads.weighted("w") - sent.w)
+        return server.replace(w=sent.w + torch.stack(PAST).mean(0))
+
+
+class InADefault(FedAvg):
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any, past: Any = [0]) -> State:  # noqa: B006
+        past[0] += 1
+        return server.replace(w=sent.w + (uploads.weighted("w") - sent.w) / past[0])
+
+
+class OfNumPy(FedAvg):
+    def broadcast(self, server: State, ctx: Any) -> State:
+        return server.replace(w=server.w + 0.01 * np.random.default_rng().normal())
+
+
+class OfTheRound(FedAvg):
+    """Draws as it should."""
+
+    def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
+        draw = torch.Generator().manual_seed(ctx.t)
+        return server.replace(w=uploads.weighted("w") + torch.randn(307, generator=draw).to(server.w))
+
+
+@pytest.mark.parametrize("kind", [InAList, InADefault, OfNumPy, OfTheRound])
+def test_a_hook_of_the_server_that_cannot_be_repeated_is_a_warning(kind: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        train(tmp_path, kind(net=Small()), "sequential", max_rounds=1)
+    messages = {str(w.message).partition(":")[0] for w in caught if "repeated" in str(w.message)}
+    hook = "broadcast" if kind is OfNumPy else "server_step"
+    wanted = f"{kind.__name__}.{hook} gives another result when it is repeated"
+    assert messages == ({wanted} if kind is not OfTheRound else set())
