@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from inspect import BoundArguments
-from typing import Any
+from typing import Any, get_args
 from warnings import warn
 
 import torch
@@ -133,6 +133,10 @@ class LocalObjective(Composed, SupervisedModule):
             part.attach(self)
         name = type(self).__name__
         owners = [(f"{owner.config_key} = {type(owner).__name__}", owner) for owner in self._owners]
+        ensure(
+            self.weighting in get_args(Weighting),
+            f"{name}: weighting = {self.weighting!r}; give {' or '.join(get_args(Weighting))}",
+        )
         local = [(label, [*owner.client_state, *owner.scratch_state]) for label, owner in owners]
         optimizer = f"model.optimizer = {type(self.optimizer).__name__}", self.optimizer.named_state
         others = {n: p for n, p in self.named_parameters() if p.requires_grad and not n.startswith("net.")}

@@ -210,6 +210,8 @@ def check_overrides(kind: type) -> None:
         for name, method in vars(owner).items() if owner.__module__.partition(".")[0] != PACKAGE else ():
             bases = (c for c in kind.__mro__[place + 1 :] if c.__module__.partition(".")[0] == PACKAGE)
             base = next((c for c in bases if name in vars(c)), None)
+            if isinstance(method, FunctionType) and not any(name in vars(c) for c in kind.__mro__[place + 1 :]):
+                _warn_of_spelling(owner, name, method, kind)
             declared = None if base is None or (name[0] == "_" and name != "__call__") else vars(base)[name]
             if isinstance(declared, FunctionType) and isinstance(method, FunctionType):
                 wanted, actual = signature(declared), signature(method)
@@ -218,6 +220,31 @@ def check_overrides(kind: type) -> None:
                     shown = f"{owner.__name__}.{name}{_text(actual)}"
                     raise UserError(f"{shown}: {base_name} has other arguments; write def {name}{_text(wanted)}")
     CHECKED.add(kind)
+
+
+def _warn_of_spelling(owner: type, name: str, method: FunctionType, kind: type) -> None:
+    """Warns of a new method with almost the name, and with as many arguments, of one of this package."""
+    methods = _methods(kind)
+    for match in difflib.get_close_matches(name, methods.keys() - vars(owner).keys(), n=1, cutoff=0.85):
+        if len(signature(method).parameters) == len(signature(methods[match]).parameters):
+            warnings.warn(f"{owner.__name__}.{name}: no hook has this name; did you mean {match}?", stacklevel=3)
+
+
+def check_hidden(value: object) -> None:
+    """Checks that no attribute hides a method of this package.
+
+    Raises:
+        UserError: If one does.
+    """
+    for name in _methods(type(value)):
+        shown = f"{type(value).__name__}.{name}"
+        ensure(callable(getattr(value, name)), f"{shown}: this attribute hides a method; give it another name")
+
+
+def _methods(kind: type) -> dict[str, FunctionType]:
+    """Returns the public methods that a class has from this package, by name."""
+    bases = (c for c in kind.__mro__ if c.__module__.partition(".")[0] == PACKAGE)
+    return {n: m for c in bases for n, m in vars(c).items() if isinstance(m, FunctionType) and n[0] != "_"}
 
 
 def _takes(actual: Signature, wanted: Signature) -> bool:

@@ -10,7 +10,16 @@ from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_
 
 import numpy as np
 
-from fl_lightning.core.errors import SYNONYMS, UserError, check_overrides, ensure, folded, require, similar
+from fl_lightning.core.errors import (
+    SYNONYMS,
+    UserError,
+    check_hidden,
+    check_overrides,
+    ensure,
+    folded,
+    require,
+    similar,
+)
 from fl_lightning.core.forms import PLAIN, UNIONS, fits, in_words, is_limited
 from fl_lightning.core.secrets import hidden
 
@@ -219,6 +228,7 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
             constructors = [c.__init__ for c in type(self).__mro__ if issubclass(c, Checked) and "__init__" in vars(c)]
             calls = vars(self).pop(RAN)
             ensure(constructors[-1] in calls, incomplete)
+            check_hidden(self)
             Made.note(self, [*calls.values()])
             bound.apply_defaults()
             self.constructed(bound)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,63 @@ def test_a_model_may_be_declared_by_a_function(parts: list[str], tmp_path: Path)
     one, other = (fit(make(net(), parts=personal), tmp_path) for make in (Teacher, TeacherByFunction))
     assert torch.equal(one.server.w, other.server.w)
     assert one.objective.models == other.objective.models
+
+
+# Names
+
+
+class Rate(FedAvg):
+    """Its setting has the name of a method."""
+
+    def __init__(self, net: nn.Module, lr: float = 0.5) -> None:
+        super().__init__(net)
+        self.lr = lr  # type: ignore[assignment,method-assign]
+
+
+class Bits(FedAvg):
+    bits = 8  # type: ignore[assignment]
+
+
+class Equally(FedAvg):
+    default_weighting = "equal"  # type: ignore[assignment]
+
+
+class Replaced(FedAvg):
+    """A function may take the place of a method."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.step_lr = lambda client, ctx: ctx.lr  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Rate, r"Rate\.lr: this attribute hides a method; give it another name"),
+        (Bits, r"Bits\.bits: this attribute hides a method; give it another name"),
+        (Equally, r"Equally: weighting = 'equal'; give samples or uniform"),
+    ],
+)
+def test_names_that_mean_something_else(kind: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        kind(net())
+    assert callable(Replaced(net()).step_lr)
+
+
+@pytest.mark.parametrize("name", ["local_setp", "server_steps", "localend"])
+def test_a_misspelt_hook_is_a_warning(name: str) -> None:
+    hooks: dict[str, Any] = {
+        "local_setp": lambda self, w, grad, client, received, ctx: (2 * grad(w), client),
+        "server_steps": lambda self, server, sent, uploads, ctx: server,
+        "localend": lambda self, w, client, received, ctx: ({"w": w}, client),
+    }
+    hook = {"local_setp": "local_step", "server_steps": "server_step", "localend": "local_end"}[name]
+    with pytest.warns(UserWarning, match=rf"Mine\.{name}: no hook has this name; did you mean {hook}\?"):
+        type("Mine", (FedAvg,), {name: hooks[name]})(net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        type("Mine", (FedAvg,), {name: lambda self, scale: scale})(net())  # of other arguments
+        type("Mine", (FedAvg,), {name: hooks[name], hook: hooks[name]})(net())  # beside the hook
 
 
 # State of other shapes and dtypes
