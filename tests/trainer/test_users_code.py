@@ -354,6 +354,14 @@ def test_matrices_masks_and_integers_on_all_engines(kind: Any, tmp_path: Path) -
             torch.testing.assert_close({**row}, {**runs[0].clients.rows()[k]}, rtol=1e-12, atol=1e-12)
 
 
+def test_masks_and_integers_are_the_same_after_a_resume(tmp_path: Path) -> None:
+    whole, half = (fit(Masks(net()), tmp_path, max_rounds=n) for n in (4, 2))
+    resumed = trainer(tmp_path).fit(Masks(net()), data(), str(half.folder.last))
+    assert resumed.rounds_done == 4
+    for name, value in whole.server.items():
+        assert resumed.server[name].dtype == value.dtype and torch.equal(resumed.server[name], value)
+
+
 # Losses that differ in their tensors
 
 

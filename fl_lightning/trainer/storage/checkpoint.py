@@ -123,7 +123,9 @@ def state_of(content: Mapping[str, Any], like: Tensor) -> RunState:
         like: A tensor of the run's dtype, on its device.
     """
     fields = {name: content[name] for name in RunState.__dataclass_fields__}
-    return RunState(**{**fields, "server": State({name: value.to(like) for name, value in content["server"].items()})})
+    server = content["server"].items()  # masks and integers stay what they are
+    values = {name: v.to(like) if v.is_floating_point() else v.to(like.device) for name, v in server}
+    return RunState(**{**fields, "server": State(values)})
 
 
 def load(path: Path) -> dict[str, Any]:
