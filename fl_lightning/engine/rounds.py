@@ -213,8 +213,7 @@ class Rounds:
 
     def average(self, clients: Sequence[ClientContext], upload: Upload) -> Uploads:
         """Returns the averages of the clients' uploads, ``(clients, ...)`` by name."""
-        like = next(iter(upload.values()))
-        averages = Uploads(self.objective.wire[1], self.objective.weighting, clients, like)
+        averages = Uploads(self.objective.wire[1], self.objective.weighting, clients, self.w0)
         for row, client in zip(by_client(upload, len(clients)), clients, strict=True):
             averages.add(row, client.n_k)
         return averages

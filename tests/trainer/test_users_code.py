@@ -330,7 +330,7 @@ class Masks(FedAvg):
     def local_end(self, w: Tensor, client: State, received: State, ctx: Any) -> Any:
         signs = w > 0
         half = torch.full_like(w, 2.0**15, dtype=torch.half)  # two of them are more than its largest number
-        return {"w": w, "signs": signs, "count": signs.sum(-1, keepdim=True), "half": half}, client
+        return {"signs": signs, "count": signs.sum(-1, keepdim=True), "half": half, "w": w}, client
 
     def server_step(self, server: State, sent: State, uploads: Any, ctx: Any) -> State:
         assert float(uploads.mean("half")[0]) == 2.0**15
