@@ -21,7 +21,6 @@ class FedCM(LocalObjective):
 
     paper = "Xu et al., 2021"
     needs_sgd = "divides a displacement by the sum of SGD's learning rates to get a gradient"
-    divides_by_lr = True
     server_state = {"delta": "zeros"}
     down = ("w", "delta")
     default_weighting: Weighting = "uniform"

@@ -23,7 +23,6 @@ class Aligned(LocalObjective):
 
     server_state = {"G": "zeros"}
     down: tuple[str, ...] = ("w", "G")
-    divides_by_lr = True
     default_weighting: Weighting = "uniform"
 
     def __init__(self, net: nn.Module, gamma: UnitInterval = 0.5, **kwargs: Any) -> None:

@@ -26,7 +26,6 @@ class FedTOGA(FedDyn):
     paper = "Li et al., 2024 (arXiv:2408.14144)"
     server_state = {**FedDyn.server_state, "delta": "zeros"}
     scratch_state = {"r": "zeros"}
-    divides_by_lr = True
     down: tuple[str, ...] = ("w", "delta")
 
     def __init__(

@@ -39,7 +39,6 @@ class Hooks:
             are. The two differ only where local training starts elsewhere (``relaxed_init``).
         refers_to_received: Whether the local objective refers to the received model, and so needs a server.
         needs_sgd: If the algorithm requires SGD, the reason, which completes the error message; otherwise empty.
-        divides_by_lr: Whether the algorithm divides by the learning rate, which must be above 0 in every round then.
         needs_classes: Whether every sample must have one class.
         uses_class_counts: Whether the client's hooks read ``ctx.class_counts``.
         phases: Number of times that a round's cohort receives and uploads; ``ctx.phase`` counts them.
@@ -62,7 +61,6 @@ class Hooks:
     adds_updates: bool = True
     refers_to_received: ClassVar[bool] = False
     needs_sgd: ClassVar[str] = ""
-    divides_by_lr: ClassVar[bool] = False
     needs_classes: ClassVar[bool] = False
     uses_class_counts: ClassVar[bool] = False
     phases: ClassVar[int] = 1

@@ -23,7 +23,6 @@ class SCAFFOLD(LocalObjective):
 
     paper = "Karimireddy et al., ICML 2020"
     needs_sgd = "divides a displacement by the sum of SGD's learning rates to get a gradient"
-    divides_by_lr = True
     client_state = {"c": "zeros"}
     server_state = {"c": "zeros"}
     down: tuple[str, ...] = ("w", "c")

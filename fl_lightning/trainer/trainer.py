@@ -246,14 +246,12 @@ def check_fit(run: Run) -> None:
 
     Raises:
         UserError: If the net does not take the data's samples or has another number of classes, the loss does not give
-            one value per sample, BatchNorm would get a batch of one sample, the algorithm would divide by a learning
-            rate of 0, or a callback does not suit the run.
+            one value per sample, BatchNorm would get a batch of one sample, or a callback does not suit the run.
     """
     objective, data, evaluator, fits = run.objective, run.data, run.evaluator, False
     net = type(objective.net).__name__
     suits = data.task.by_class or not objective.needs_classes
     ensure(suits, f"model = {type(objective).__name__}: for classes, these targets are none; choose another algorithm")
-    _check_rates(run)
     x, y = next(iter(data.eval_batches("test", run.dtype)))
     try:
         logits = evaluator.logits(run.server.w, x)
@@ -319,18 +317,6 @@ def check_fit(run: Run) -> None:
         objective.check_global_model(f"data.val_fraction = {data.val_fraction}, which must be 0")
     for callback in run.callbacks:
         callback.check(run)
-
-
-def _check_rates(run: Run) -> None:
-    """Checks that no round has a learning rate of 0 if the algorithm divides by it."""
-    objective = run.objective
-    for t in range(run.max_rounds if objective.divides_by_lr else 0):
-        lr = objective.lr(run.round_context(t))
-        ensure(
-            abs(lr) >= torch.finfo(run.dtype).tiny,  # smaller ones are 0 in some products
-            f"model = {type(objective).__name__}: divides by the learning rate, which is {lr:.3g} in round {t + 1}; "
-            "set the floor of model.optimizer.schedule, or lr_min of model.averaging, above 0, or lr_decay closer to 1",
-        )
 
 
 def _check_in_place(run: Run, x: Inputs) -> None:

@@ -17,19 +17,14 @@ from torch.nn import functional as F
 import fl_lightning
 from fl_lightning import (
     SAM,
-    SCAFFOLD,
     SGD,
-    SWA,
     AdamW,
     Arrays,
-    Cyclic,
     Digits,
     DigitsMLP,
     FedAvg,
-    FedCM,
     FederatedTrainer,
     FedProx,
-    FedTOGA,
     Lion,
     LocalObjective,
     Muon,
@@ -341,27 +336,6 @@ def test_centralized(name: str, tmp_path: Path) -> None:
         g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.net.parameters()))])
         w, memory = model.optimizer.take(w, g, memory, 0.01, ClientContext(0, 1, 1, flat))
     assert torch.equal(flat.vector(objective.net), w)
-
-
-@pytest.mark.parametrize(
-    ("rates", "averaging", "rate"),
-    [
-        ({"schedule": Cyclic(2, floor=0.0)}, None, "0 in round 2"),
-        ({}, SWA(start=1, cycle=3, lr_min=0.0), "0 in round 3"),
-        ({"lr_decay": 1e-20}, None, "1e-41 in round 3"),
-    ],
-)
-def test_nobody_divides_by_a_learning_rate_of_zero(rates: Any, averaging: Any, rate: str, tmp_path: Path) -> None:
-    """FedAvg takes such a schedule: its clients stay where they are."""
-    options: dict[str, Any] = {"max_rounds": 4, "accelerator": "cpu", "default_root_dir": str(tmp_path)}
-    trainer, data = FederatedTrainer(enable_progress_bar=False, **options), Digits(num_clients=10)
-    fedavg = FedAvg(DigitsMLP(8), optimizer=SGD(0.1, **rates), averaging=averaging)
-    assert trainer.fit(fedavg, data).rounds_done == 4
-    for kind in (FedCM, SCAFFOLD, FedTOGA):
-        objective = kind(DigitsMLP(8), optimizer=SGD(0.1, **rates), averaging=averaging)
-        problem = f"^model = {kind.__name__}: divides by the learning rate, which is {rate}; set"
-        with pytest.raises(UserError, match=problem):
-            trainer.fit(objective, data)
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)
