@@ -191,7 +191,7 @@ class Rate(FedAvg):
         self.lr = lr  # type: ignore[assignment,method-assign]
 
 
-class Bits(FedAvg):
+class Quantised(FedAvg):
     bits = 8  # type: ignore[assignment]
 
 
@@ -211,7 +211,7 @@ class Replaced(FedAvg):
     ("kind", "message"),
     [
         (Rate, r"Rate\.lr: this attribute hides a method; give it another name"),
-        (Bits, r"Bits\.bits: this attribute hides a method; give it another name"),
+        (Quantised, r"Quantised\.bits: this attribute hides a method; give it another name"),
         (Equally, r"Equally: weighting = 'equal'; give samples or uniform"),
     ],
 )
