@@ -317,7 +317,7 @@ def nan_at(row):
         (
             (XF, Y, XF, Y),
             {"num_clients": 61},
-            "data.num_clients = 61: exceeds the 60 training samples; use fewer clients",
+            r"data.num_clients = 61 leaves client 60 without data \(60 samples, IID\); use fewer clients",
         ),
         (
             (XF, Y, XF, Y),

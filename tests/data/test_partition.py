@@ -29,7 +29,7 @@ from fl_lightning.data import (
     Natural,
 )
 from fl_lightning.data.histogram import Histogram, class_counts, heat_map, heat_maps
-from fl_lightning.data.partition.base import Partition, sizes
+from fl_lightning.data.partition.base import Partition, divide, sizes
 from fl_lightning.data.partition.dirichlet import CIFAR100_COARSE
 from tests.generated import pickled as written
 from tests.runs import cli, forked
@@ -529,6 +529,19 @@ def test_samples_that_are_held_twice(tmp_path, stream):
 
 def test_given_with_replacement():
     assert [part.tolist() for part in Given([[0, 0], [0]], replacement=True)(Y, 2, 3, 0)] == [[0, 0], [0]]
+
+
+def test_more_clients_than_samples():
+    """With replacement they may share samples; a given split says how many clients it has."""
+    y = np.arange(2)
+
+    def divided(parts, num_clients, **settings):
+        return divide(y, y, Given(parts, **settings), num_clients, 2, 0.0, 0)[1]
+
+    shared = divided([[0], [1], [0, 1]], 3, replacement=True)
+    assert [part.tolist() for part in shared] == [[0], [1], [0, 1]]
+    with pytest.raises(UserError, match=r"^data\.num_clients = 100, but Given has 2 clients; set it to 2$"):
+        divided([[0], [1]], 100)
 
 
 # By user

@@ -215,12 +215,6 @@ def divide(
     val = stratified(strata, n_val, numpy_generator(seed, "validation"))
     remaining = np.delete(np.arange(len(y)), val)
     require(len(remaining) > 0, "data.val_fraction", val_fraction, "leaves nothing to train on; use a smaller one")
-    require(
-        num_clients <= len(remaining),
-        "data.num_clients",
-        num_clients,
-        f"exceeds the {len(remaining)} training samples; use fewer clients",
-    )
     if partition.fixed:
         parts = [part[~np.isin(part, val)] for part in partition(y, num_clients, num_classes, seed)]
     else:
