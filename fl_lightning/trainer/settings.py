@@ -190,14 +190,9 @@ class Settings(Checked, key="trainer"):
             devices = int(os.environ["LOCAL_WORLD_SIZE"])
             num_nodes = int(os.environ["WORLD_SIZE"]) // devices
         try:
-            with quiet():  # on a cluster's login node Lightning advises to use srun
-                self.fabric = Fabric(
-                    accelerator=accelerator,
-                    strategy=strategy,
-                    devices=devices,
-                    num_nodes=num_nodes,
-                    precision=precision,
-                )
+            self.fabric = Fabric(
+                accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision
+            )
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"trainer.accelerator = {accelerator}, devices = {devices}, strategy = {strategy}, precision = "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -252,6 +254,16 @@ def test_trainer_and_model_stay_as_they_are(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert vars(mine) == settings
     assert monitor.every_n_rounds == 7 and torch.get_num_threads() == threads
+
+
+def test_no_advice_on_a_login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning would advise to start the command by srun."""
+    (tmp_path / "srun").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        plan(trainer(tmp_path, max_rounds=1), FedAvg(DigitsMLP(hidden=4)), digits())
+    assert not [warning for warning in shown if "srun" in str(warning.message)]
 
 
 @pytest.mark.parametrize(("key", "value"), [("devices", 0), ("nodes", -1)], ids=lambda value: str(value))

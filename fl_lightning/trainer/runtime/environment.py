@@ -155,6 +155,10 @@ def _address(name: str) -> str | None:
 class Fabric(L.Fabric):
     """Lightning's Fabric; it prints once in a run, and not once on each node; a terminal breaks no word."""
 
+    def __init__(self, **settings: Any) -> None:
+        with quiet():  # on a cluster's login node Lightning advises to use srun
+            super().__init__(**settings)
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self.is_global_zero:
             print(*map(wrapped, map(str, args)), **kwargs)
