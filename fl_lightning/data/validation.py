@@ -98,7 +98,7 @@ def numeric(name: str, array: Any) -> Tensor:
         tensor = array.detach().cpu()
         return tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # NumPy has no bfloat16
     try:
-        numbers = np.ascontiguousarray(array)
+        numbers = np.require(np.ascontiguousarray(array), requirements="W")  # pandas gives arrays to read alone
         return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("="), copy=False))
     except (TypeError, ValueError):
         raise UserError(

@@ -567,6 +567,18 @@ def test_faulty_client_arrays(kwargs, message):
         Arrays(**kwargs).setup()
 
 
+def test_arrays_that_cannot_be_written():
+    """Those of pandas are read without torch's warning."""
+    x, y = XF.copy(), Y.copy()
+    x.flags.writeable = y.flags.writeable = False
+    data = Arrays(client_arrays=[(x, y)], test=(x + 1, y))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.setup()
+    np.testing.assert_array_equal(data.x_train, x)
+    np.testing.assert_array_equal(data.y_train, y)
+
+
 def write_idx(folder, train, x, y):
     """Writes MNIST's own file format."""
     prefix = "train" if train else "t10k"
