@@ -200,7 +200,7 @@ class Told(LocalObjective):
 def test_an_option_of_an_enum_is_in_the_config_and_no_hindrance_for_checkpoints(tmp_path: Path) -> None:
     run = fit(tmp_path, Told(DigitsMLP(), How.ONE))
     assert read_config(run.folder.path / "config.yaml")["model"]["init_args"]["how"] == "ONE"
-    assert checkpoint.load(run.folder.last)["round"] == 1
+    assert checkpoint.load(str(run.folder.last))["round"] == 1
 
 
 def test_secrets_are_hidden() -> None:

@@ -128,14 +128,14 @@ def state_of(content: Mapping[str, Any], like: Tensor) -> RunState:
     return RunState(**{**fields, "server": State(values)})
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: str | Path) -> dict[str, Any]:
     """Reads a checkpoint onto the CPU.
 
     Raises:
         UserError: If the file is not a checkpoint of this package.
     """
     try:
-        content = files.load(path)
+        content = files.load(Path(path))
     except (OSError, ValueError) as error:
         raise UserError(
             f"ckpt_path = {path}: damaged, or not a checkpoint of fl_lightning ({error}); {REMEDY}"
