@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +195,13 @@ def test_init_writes_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "my_algorithm.py",
         "sweep.yaml",
     ]
-    short = ["--trainer.max_rounds=2", "--trainer.callbacks=[]", "--trainer.enable_progress_bar=false"]
-    cli("fit", "--config", "config.yaml", *short)
-    assert len(metrics(Path("runs/MyProx-Digits/version_0"))["server/test/acc"]) == 2
+    text = Path("README.md").read_text(encoding="utf-8")
+    begin, go_on = (line.split() for line in re.findall(r"fl-lightning (fit .*--trainer.name mine[^#`\n]*)", text))
+    assert int(go_on[-1]) > yaml.safe_load(Path("config.yaml").read_text())["trainer"]["max_rounds"]
+    short = ["--trainer.callbacks=[]", "--trainer.enable_progress_bar=false"]
+    cli(*begin, *short, "--trainer.max_rounds=2")
+    cli(*go_on, *short, "--trainer.max_rounds=3")
+    assert len(metrics(Path("runs/mine/version_0"))["server/test/acc"]) == 3
     sweep = Sweep.read(Path("sweep.yaml"))
     assert FederatedCLI(sweep.command, *sweep.args, "--model.mu=1.0").config.model.init_args.mu == 1.0
     with pytest.raises(
