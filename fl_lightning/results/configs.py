@@ -91,7 +91,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Returns every setting in which two configs differ, as ``key: old -> new``."""
     old, new = flatten(before), flatten(after)
     keys = different([old, new])
-    return [f"{key}: {folded(old.get(key, 'not set'), 60)} -> {folded(new.get(key, 'not set'), 60)}" for key in keys]
+    return [f"{key}: {_shown(old.get(key, 'not set'))} -> {_shown(new.get(key, 'not set'))}" for key in keys]
 
 
 COMPOSED = ("model.ascent", "model.server_update", "model.averaging", "model.parts")
@@ -111,9 +111,7 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     old, new = flatten(saved), flatten(here)
     keys = different([old, new])
     kept = [key for key in keys if not any(key.startswith(f"{part}.") for part in keys) and not is_execution(key)]
-    return [
-        f"{key} = {folded(old[key], 60)} (here: {folded(new[key], 60)})" for key in kept if key in old and key in new
-    ]
+    return [f"{key} = {_shown(old[key])} (here: {_shown(new[key])})" for key in kept if key in old and key in new]
 
 
 def settings_of(folder: Path) -> dict[str, str]:
@@ -260,6 +258,10 @@ def without_defaults(value: Any) -> Any:
 def group_id(config: dict[str, Any]) -> str:
     """Returns six hexadecimal digits of the `group_key`'s hash."""
     return hashlib.sha256(group_key(hidden(config)).encode()).hexdigest()[:6]
+
+
+def _shown(text: str) -> str:
+    return folded(text, 60) or "empty"  # a list without entries, or a text
 
 
 def _name(value: Any) -> str:

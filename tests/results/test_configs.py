@@ -59,6 +59,12 @@ def test_settings_of_the_parts_of_a_list() -> None:
     assert changes(parts(0.1, 0.1), parts(0.1, 0.3)) == ["model.parts.TopK_2.rate: 0.1 -> 0.3"]
 
 
+def test_an_empty_list_is_named() -> None:
+    one, other = config(mean=[0.5]), config(mean=[])
+    assert changes(one, other) == ["trainer.mean: 0.5 -> empty"]
+    assert differences(one, other) == ["trainer.mean = 0.5 (here: empty)"]
+
+
 def test_long_values_that_differ_at_their_end() -> None:
     one, other = (config(default_root_dir=None, resume=f"{'x' * 70}{end}") for end in "ab")
     (line,) = changes(one, other)
