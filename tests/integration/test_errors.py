@@ -101,7 +101,12 @@ def shows(message: str, *parts: str) -> None:
             "give --model FedAvg --model.ascent SAM --model.averaging SWA",
         ),
         ("--model=Nothing", "model = ", "Nothing", "choose from AFedPD, AFedPDSAM, AdaBest, FedACG, "),
-        ("--model=my.own.Thing", "model = ", "my.own.Thing", "Python can import 'my.own'"),
+        (
+            "--model=my.own.Thing",
+            "model = ",
+            "my.own.Thing",
+            "; start in the folder that holds my, or check that Python can import 'my.own'",
+        ),
         ("--model.ascent=SAMM", "model.ascent = ", "SAMM", "did you mean SAM, "),
         ("--model.ascent=SAMM", "ascent", "SAMM", "LESAM? A class of your own goes by its dotted path"),
         ("--data=json.Sensors", "data = ", "json.Sensors", "module 'json' has no attribute 'Sensors'"),

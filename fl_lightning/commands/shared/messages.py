@@ -148,7 +148,8 @@ def _problem_of_a_class(refusal: _Refusal, match: re.Match[str]) -> str:
 
 
 def _import_of(name: str) -> str:
-    return f"; check that Python can import '{name.rpartition('.')[0]}'"
+    module, _, _ = name.rpartition(".")
+    return f"; start in the folder that holds {module.partition('.')[0]}, or check that Python can import '{module}'"
 
 
 def _unknown_class_of_help(refusal: _Refusal, match: re.Match[str]) -> str:
