@@ -37,6 +37,7 @@ class FedSMOO(FedDyn):
     scratch_state = {"s_hat": "zeros"}
     down, up = ("w", "s"), ("w", "s")
     references = {**FedDyn.references, "s": "zeros"}
+    dense = ("s",)
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class Hooks:
             so the algorithm cannot be trained under differential privacy.
         recalled: Names in ``up`` that the server computes itself, from what it has kept of a client's earlier uploads:
             they take no bits, and no fault changes them.
+        dense: Names in ``up`` that no part shortens, since the server uses their direction alone.
         surveys: Whether the server's step ends with `survey`.
         sums: By upload, the client state to which the client has added it. A part that changes the upload changes this
             state alike, so that the server's sum stays that of the clients.
@@ -56,6 +57,7 @@ class Hooks:
     logs: tuple[str, ...] = ()
     references: Mapping[str, str | float] = {"w": "w"}
     recalled: tuple[str, ...] = ()
+    dense: tuple[str, ...] = ()
     surveys: bool = False
     sums: Mapping[str, str] = {}
     adds_updates: bool = True

@@ -339,6 +339,17 @@ def test_privacy_clips_what_arrives(options: dict[str, Any], golden: Golden) -> 
         torch.testing.assert_close(r.state["Compress.w"], r.w - r.upload["w"], rtol=0, atol=1e-13)
 
 
+def test_a_vector_that_the_server_rescales_travels_as_it_is(golden: Golden) -> None:
+    """Third spec, B 2.2: a biased code would change the direction of FedSMOO's s."""
+    parts = [Compress("topk", rate=0.1)]
+    fedavg, plain = golden.run(FedAvg(golden.net(), parts=parts), max_rounds=2)
+    run, record = golden.run(FedSMOO(golden.net(), use_dual=False, parts=parts), max_rounds=2)
+    assert "Compress.w" in run.clients.shapes and "Compress.s" not in run.clients.shapes
+    assert run.state.total_bits == fedavg.state.total_bits + 2 * 64 * D * sum(map(len, plain.local))
+    for result in record.local[0].values():
+        assert (result.upload["s"] != 0).float().mean() > 0.5 > (result.upload["w"] != result.received.w).float().mean()
+
+
 def test_other_draws_stay(golden: Golden) -> None:
     """The draws of a compressor shift none of the algorithm's."""
 

@@ -214,7 +214,9 @@ class Compress(Part):
         vectors = [
             n
             for n in objective.up
-            if isinstance(references[n], str) and not isinstance(inits.get(references[n]), int | float)
+            if n not in objective.dense
+            and isinstance(references[n], str)
+            and not isinstance(inits.get(references[n]), int | float)
         ]
         vectors = vectors if len(shared) else []  # otherwise nothing travels
         self.uploads = [(n, references[n], f"Compress.{n}", objective.sums.get(n)) for n in vectors]
