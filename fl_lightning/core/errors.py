@@ -210,7 +210,8 @@ def check_overrides(kind: type) -> None:
         for name, method in vars(owner).items() if owner.__module__.partition(".")[0] != PACKAGE else ():
             bases = (c for c in kind.__mro__[place + 1 :] if c.__module__.partition(".")[0] == PACKAGE)
             base = next((c for c in bases if name in vars(c)), None)
-            if isinstance(method, FunctionType) and not any(name in vars(c) for c in kind.__mro__[place + 1 :]):
+            is_new = isinstance(method, FunctionType) and not any(name in vars(c) for c in kind.__mro__[place + 1 :])
+            if is_new and not name.startswith("on_"):  # a callback warns of these as soon as it is defined
                 _warn_of_spelling(owner, name, method, kind)
             declared = None if base is None or (name[0] == "_" and name != "__call__") else vars(base)[name]
             if isinstance(declared, FunctionType) and isinstance(method, FunctionType):

@@ -237,6 +237,20 @@ def test_a_misspelt_hook_is_a_warning(name: str) -> None:
         type("Mine", (FedAvg,), {name: hooks[name], hook: hooks[name]})(net())  # beside the hook
 
 
+def test_a_misspelt_hook_of_a_callback_is_one_warning() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+
+        class Watch(fl.Callback):
+            def __init__(self) -> None:
+                super().__init__()
+
+            def on_round_ends(self, run: Run) -> None: ...
+
+        Watch()
+    assert [str(warning.message).partition(":")[0] for warning in shown] == ["Watch.on_round_ends"]
+
+
 # State of other shapes and dtypes
 
 
