@@ -31,11 +31,9 @@ class LocalMean(Measure):
 
     def begin(self, run: Run, cohort: Sequence[int]) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64)
-        self._seen: dict[int, int] = {}
 
     def add(self, value: float, result: LocalResult) -> None:
         """Adds a local model's value."""
-        self._seen[result.client] = result.ctx.n_k
         self._sums += torch.tensor([result.ctx.n_k * value, result.ctx.n_k], dtype=torch.float64)
 
     def mean(self, context: MeasurementContext) -> tuple[float, int]:
@@ -224,12 +222,17 @@ class CohortLoss(LocalMean):
 
     local = True
 
+    def begin(self, run: Run, cohort: Sequence[int]) -> None:
+        super().begin(run, cohort)
+        self._finite: dict[int, bool] = {}
+
     def update(self, run: Run, result: LocalResult) -> None:
+        self._finite[result.client] = True
         self.add(mean_loss(**local_loss(run, result.client, result.w)), result)
 
     def compute(self, context: MeasurementContext) -> list[Measurement]:
-        seen = collectives.all_gather_dict(context.run.fabric, self._seen)
-        batches, n, description = context.union([k for k in context.cohort if k in seen] or context.cohort)
+        finite = collectives.all_gather_dict(context.run.fabric, self._finite)
+        batches, n, description = context.union([k for k in context.cohort if k in finite] or context.cohort)
         before, after = (mean_loss(**context.loss(batches, state)) for state in (context.old, context.new))
         local, m = self.mean(context)
         rows = (
