@@ -16,6 +16,7 @@ from fl_lightning.core import Figure, ensure, grouped
 from fl_lightning.results import ABOUT, Group, find_runs, markdown, plot_curves, plot_tradeoff, store_of
 from fl_lightning.results.compare import compare
 from fl_lightning.results.compare import shown as printed
+from fl_lightning.results.summary import Summary
 from fl_lightning.results.table import Markup, cell, columns, differences
 from fl_lightning.studies import tuning
 from fl_lightning.studies.check import verdict
@@ -40,7 +41,8 @@ COSTS = {"target_round": "by rounds", "target_passes": "by passes", "target_bits
 SCORES = (
     "What reaching the targets costs: the score is the mean of a method's performance profile from 1 to 4 times the "
     "smallest cost, over the columns (1: the cheapest everywhere; 0, left out: nowhere within 4 times), with 95 % "
-    "bootstrap intervals over the seeds. Never reaching a target costs infinitely much."
+    "bootstrap intervals over the seeds. Never reaching a target costs infinitely much; a run that has not measured a "
+    "cost has none."
 )
 TRIED = (
     "Accuracy on held-out data and lambda_max of all settings that were tried: the ones on the front, where no other "
@@ -201,29 +203,27 @@ def _profiles(columns: Sequence[Sequence[Group]], shown: Collection[str]) -> str
     if any(run.target is None for by_method in runs for seed_runs in by_method.values() for run in seed_runs):
         return ""
     names = [name for name in runs[0] if all(name in by_method for by_method in runs)]
-    costs = {
-        head: {
-            name: [
-                [math.inf if (n := getattr(run, cost)) is None else n for run in by_method[name]] for by_method in runs
-            ]
-            for name in names
-        }
-        for cost, head in COSTS.items()
-    }
-    tables = {
-        head: scores(needed)
-        for head, needed in costs.items()
-        if any(math.isfinite(number) for by_column in needed.values() for seeds in by_column for number in seeds)
-    }
+    tables = dict[str, Mapping[str, tuple[float, float, float]]]()
+    for cost, head in COSTS.items():
+        costs = {name: [_costs(by_method[name], cost) for by_method in runs] for name in names}
+        measured = {name: by_column for name, by_column in costs.items() if all(by_column)}
+        if any(math.isfinite(number) for by_column in measured.values() for seeds in by_column for number in seeds):
+            tables[head] = scores(measured)
     if not tables:
         return ""
-    names.sort(key=lambda name: -max(intervals[name][0] for intervals in tables.values()))
-    scored = [name for name in names if name in shown and any(intervals[name][0] for intervals in tables.values())]
+    best = {name: max((table[name][0] for table in tables.values() if name in table), default=0.0) for name in names}
     lines = [
-        [name, *("{:.2f} [{:.2f}, {:.2f}]".format(*intervals[name]) for intervals in tables.values())]
-        for name in scored
+        [name, *("{:.2f} [{:.2f}, {:.2f}]".format(*table[name]) if name in table else "" for table in tables.values())]
+        for name in sorted(names, key=lambda name: -best[name])
+        if name in shown and best[name]
     ]
     return f"{SCORES}\n\n{markdown([['score', *tables], *lines]).strip()}"
+
+
+def _costs(runs: Sequence[Summary], cost: str) -> list[float]:
+    """Returns a cost of each run; infinite where it never reaches the target, left out where it was not measured."""
+    costs = [math.inf if run.target_round is None else getattr(run, cost) for run in runs]
+    return [number for number in costs if number is not None]
 
 
 def scores(costs: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, tuple[float, float, float]]:

@@ -135,6 +135,22 @@ def test_a_page_of_some_methods_says_of_them_what_the_whole_page_says(tmp_path: 
     assert "better in both means: A, C." in full and "better in both means: A." in selected
 
 
+def test_a_run_that_has_not_measured_a_cost_does_not_count_as_one_that_never_reaches_the_target(tmp_path: Path) -> None:
+    """Both reach it in the first round; A has not measured its passes with one seed of two, B with neither."""
+    made(tmp_path, {"c/A": BETTER[:2], "c/B": BETTER[:2], "c/C": BETTER[:2]}, name="small 1", targets={"c": 0.5})
+    with Store.edited(tmp_path / "rows") as store:
+        for name, passes in (("A/seed_1", 10), ("C/seed_0", 20), ("C/seed_1", 20)):
+            (line,) = store.matching(f"c/{name}")
+            files = store.files(line)
+            head, row, _ = files["metrics.csv"].split("\r\n")
+            metrics = f"{head},client/passes\r\n{row},{passes}\r\n"
+            store.put(line["row"], {**files, "metrics.csv": metrics})
+    costs = table(page([tmp_path / "rows"])[0])
+    assert costs["score"] == ["score", "by rounds", "by passes"]
+    assert costs["A"][1:] == ["1.00 [1.00, 1.00]"] * 2 and costs["B"][1:] == ["1.00 [1.00, 1.00]", ""]
+    assert costs["C"][2] == "0.67 [0.67, 0.67]"  # twice the smallest cost
+
+
 def test_a_target_that_nobody_reaches_has_no_scores(tmp_path: Path) -> None:
     made(tmp_path, {"c/A": BETTER, "c/B": BASE}, name="small 1", targets={"c": 0.99})
     assert "score" not in page([tmp_path / "rows"])[0]
