@@ -470,6 +470,14 @@ def test_interrupted_but_not_for_nothing() -> None:
         assert not isinstance(early.value, Interrupted)
 
 
+@pytest.mark.parametrize("seed", [131, 241])
+def test_a_start_that_nearly_lacks_the_first_vector_does_not_hide_its_value(seed: int) -> None:
+    """The second value, a tenth smaller, has a residual below the tolerance before the first one shows."""
+    top = [3.8, 3.4, 2.9, 2.5, 2.3, 1.9, 1.7]
+    a = torch.diag(torch.tensor([*top, *torch.linspace(-0.4, 0.45, 293).tolist()], dtype=torch.float64))
+    assert lambda_max(a, seed=seed).value == pytest.approx(3.8, rel=1e-3)
+
+
 def test_progress_counts_products() -> None:
     seen: list[tuple[int, int]] = []
     pairs = spectrum(hessian(mlp(), CE, data()), k=2, iterations=40, progress=lambda *x: seen.append(x))
