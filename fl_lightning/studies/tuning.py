@@ -87,7 +87,8 @@ def judged(name: str, settings: Sequence[Mapping[str, Any]], runs: Sequence[Sequ
     for setting, folders in zip(settings, runs, strict=True):
         headlines = [headline(folder, METRIC) if folder else None for folder in folders]
         values = [-math.inf if value is None or math.isnan(value) else value for value in headlines]
-        flat = [pairs[-1][1] for folder in folders if (pairs := read_run(folder).get(FLAT))]
+        measured = [pairs[-1][1] for folder in folders if (pairs := read_run(folder).get(FLAT))]
+        flat = [*filter(math.isfinite, measured)]
         text = shlex.join(f"{key}={value}" for key, value in setting.items())
         lines.append([name, text, median(values), " ".join(map(str, values)), median(flat) if flat else ""])
     return sorted(lines, key=lambda line: -line[2])
@@ -137,6 +138,8 @@ def _tie(best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:
     """Returns the settings of some methods, of the table of a store, that no others of them surpass in both measures.
 
+    Settings with which most seeds have diverged are none of them.
+
     Args:
         store: The store.
         methods: The methods.
@@ -144,7 +147,13 @@ def front(store: Path, methods: Collection[str]) -> list[dict[str, Any]]:
     Returns:
         Lines of the table, the most accurate first.
     """
-    lines = [line for method, rows in read(store).items() if method in methods for line in rows if line[FLAT]]
+    lines = [
+        line
+        for method, rows in read(store).items()
+        if method in methods
+        for line in rows
+        if line[FLAT] and math.isfinite(float(line[METRIC]) + float(line[FLAT]))
+    ]
     best = unsurpassed([(float(line[METRIC]), -float(line[FLAT])) for line in lines])
     return sorted((lines[k] for k in best), key=lambda line: -float(line[METRIC]))
 

@@ -114,6 +114,8 @@ def test_the_page_has_scores_and_the_front_of_what_was_tried(tmp_path: Path) -> 
         ("B", "", 0.7, 1.0),
         ("B", "y=2", 0.6, ""),
         ("C", "", 0.75, 0.5),
+        ("C", "z=3", -math.inf, 0.1),  # what is left of a setting that diverges is on no front, however flat
+        ("C", "z=4", 0.5, math.nan),
     ]
     tuning.write(tmp_path / "rows", [[*row[:3], "", row[3]] for row in tried], ["A", "B", "C"])
     costs, front = page([tmp_path / "rows"])[0].split("were tried")
