@@ -60,8 +60,10 @@ def run(
     say(f"results: {controller.folder / 'sweep.csv'}")
     varied = list(dict.fromkeys(key for trial in controller.trials for key in trial.settings if key != "trainer.seed"))
     if len(varied) == 2:
-        names = ",".join(short_names(varied))
-        print(command("fl-lightning", "compare", str(controller.folder), "--pivot", names, before="its pivot: "))
+        words = ["fl-lightning", "compare", str(controller.folder), "--pivot", ",".join(short_names(varied))]
+        if (metric := sweep.objective) is not None:
+            words += ["--metric", metric.column, "--mode", "min" if metric.sign > 0 else "max"]
+        print(command(*words, before="its pivot: "))
     outcomes = list(controller.outcomes.values())
     complain(outcomes)
     for outcome in outcomes[:1] if best is None else ():

@@ -38,6 +38,16 @@ def table(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
+def test_the_pivot_of_a_sweep_is_that_of_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not that of the test accuracy, which has not chosen the best settings."""
+    parameters = {"model": {"values": ["FedAvg"]}, "data.num_clients": {"values": [6]}}
+    metric = {"name": "server/val/loss_headline", "goal": "minimize"}
+    command = ["fl-lightning", "fit", *DIGITS, "--data.val_fraction=0.2", "--trainer.max_rounds=1", "${args}"]
+    changes = {"metric": metric, "parameters": parameters, "command": command}
+    cli("sweep", str(file(tmp_path, **changes)), f"--out={tmp_path}")
+    assert "--pivot num_clients,model --metric server/val/loss --mode min\n" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_sweep_over_algorithms_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli("sweep", str(file(tmp_path)), f"--out={tmp_path}")
