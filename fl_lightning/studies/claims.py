@@ -176,7 +176,10 @@ def _tested(claim: Mapping[str, Any], methods: Sequence[str], columns: Sequence[
 
     by_title = {column.title: column for column in columns}
     values = [[*_apart(claim, methods, column, by_title).values()] for column in columns]
-    raw = [nan if len(differences) < 2 else float(ttest_1samp(differences, 0).pvalue) for differences in values]
+    raw = [
+        nan if len(differences) < 2 else float(ttest_1samp(differences, 0).pvalue) if any(differences) else 1.0
+        for differences in values
+    ]
     deciding = holm([p if column.suite.alone else nan for column, p in zip(columns, raw, strict=True)])
     findings = []
     for column, differences, *p_values in zip(columns, values, holm(raw), deciding, strict=True):

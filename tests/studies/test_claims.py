@@ -139,6 +139,14 @@ def test_a_claim_on_the_difference_of_two_columns(tmp_path: Path) -> None:
     assert row[3] == "mean: A − B, more than at alpha 100"
 
 
+def test_a_column_in_which_two_methods_are_equal_is_a_test_like_others(tmp_path: Path) -> None:
+    """All of its differences are 0: it does not see the claim, and counts among the tests."""
+    weak = [b + gain for b, gain in zip(BASE, (0.02, 0.01, 0.003, 0.012, 0.002), strict=True)]  # p = 0.046
+    row = cells(made(tmp_path, {"c/A": weak, "c/B": BASE, "d/A": BASE, "d/B": BASE}))
+    assert row[0] == "**not seen**" and row[4].startswith("not seen: +0.94")
+    assert row[5] == "not seen: +0.00 [+0.00, +0.00] pp"
+
+
 def test_p_values_account_for_their_number_as_holm_says() -> None:
     assert holm([0.01, 0.04, math.nan, 0.03]) == pytest.approx([0.03, 0.06, 1, 0.06])  # Holm, 1979
     assert holm([0.02]) == [0.02]
