@@ -92,6 +92,30 @@ def test_an_activation_after_pooling_counts_as_before() -> None:
     assert term(pool_first, x, before_pooling=False).mean() > 1.2 * term(pool_first, x).mean()
 
 
+@pytest.mark.parametrize("act", [torch.relu_, Tensor.relu_, torch.celu_, functional.elu_, functional.leaky_relu_])
+def test_functions_that_work_in_place_count(act: Any) -> None:
+    """With the weights' gradients: what a pooling keeps for its backward pass stays as it is."""
+    torch.manual_seed(0)
+    conv, x = nn.Conv2d(3, 4, 3).double(), torch.randn(5, 3, 8, 8, dtype=torch.float64)
+
+    class Pooled(nn.Module):
+        def __init__(self, act: Any, adaptive: bool) -> None:
+            super().__init__()
+            self.act, self.pool = act, nn.AdaptiveMaxPool2d(3) if adaptive else nn.MaxPool2d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.act(self.pool(conv(x)))
+            return y
+
+    expected = act(conv(x).clone()).square().flatten(1).mean(1)
+    gradient = torch.autograd.grad(expected.mean(), [*conv.parameters()])
+    for adaptive in (False, True):
+        values = term(Pooled(act, adaptive), x)
+        close(values, expected)
+        for g, right in zip(torch.autograd.grad(values.mean(), [*conv.parameters()]), gradient, strict=True):
+            close(g, right)
+
+
 def test_named_layers() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -18,11 +18,13 @@ ACTIVATIONS = {
     torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, functional.relu, functional.relu_, functional.relu6,
     functional.hardtanh, functional.leaky_relu, functional.prelu, functional.elu, functional.selu, functional.celu,
     functional.gelu, functional.silu, functional.mish, functional.hardswish,
+    torch.selu, torch.selu_, torch.celu, torch.celu_, functional.leaky_relu_, functional.elu_, functional.hardtanh_,
 }  # fmt: skip
 """Functions whose results are activations; modules such as ``nn.ReLU`` call them, too, and ``nn.ReLU6`` hardtanh."""
 POOLINGS = {
     torch.max_pool1d, torch.max_pool2d, torch.max_pool3d,
-    functional.max_pool1d, functional.max_pool2d, functional.max_pool3d,
+    functional.max_pool1d, functional.max_pool2d, functional.max_pool3d, torch.adaptive_max_pool1d,
+    functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d,
 }  # fmt: skip
 
 
@@ -103,6 +105,8 @@ class Seen(TorchFunctionMode):
             x = args[0] if args else kwargs["input"]
             entered = next((before for before, after in self._pooled if after is x), None)
             options = {**kwargs, "inplace": False} if "inplace" in kwargs else kwargs
+            if entered is not None and func.__name__[-1] == "_":  # the pooling needs what it has got
+                entered = entered.clone()
             before = None if entered is None else func(entered, *args[1:], **options)
             result = func(*args, **kwargs)
             self.activations.append(result if before is None else before)
