@@ -116,6 +116,24 @@ def test_functions_that_work_in_place_count(act: Any) -> None:
             close(g, right)
 
 
+@pytest.mark.parametrize("layers", [None, ["1"]])
+def test_what_the_net_adds_in_place_later_does_not_count(layers: Any) -> None:
+    torch.manual_seed(0)
+
+    class Skipping(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self[1](self[0](x))
+            y += x
+            return y
+
+    net, x = Skipping(nn.Linear(4, 4), nn.GELU()).double(), torch.randn(5, 4, dtype=torch.float64)
+    values, expected = term(net, x, layers=layers), functional.gelu(net[0](x)).square().mean(1)
+    close(values, expected)
+    gradients = (torch.autograd.grad(v.mean(), [*net.parameters()]) for v in (values, expected))
+    for g, right in zip(*gradients, strict=True):
+        close(g, right)
+
+
 def test_named_layers() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))

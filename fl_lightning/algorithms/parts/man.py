@@ -77,7 +77,7 @@ class MAN(Part):
             if self.layers is None:
                 stack.enter_context(Seen(seen, self.before_pooling))
             for module in self._modules(net):
-                stack.enter_context(module.register_forward_hook(lambda _, inputs, output: seen.append(output)))
+                stack.enter_context(module.register_forward_hook(lambda _, inputs, output: seen.append(output.clone())))
             yield values
 
 
@@ -87,7 +87,7 @@ def by_sample(values: Tensor, n: int) -> Tensor:
 
 
 class Seen(TorchFunctionMode):
-    """Appends the result of each activation function to a list.
+    """Appends a copy of the result of each activation function to a list.
 
     Args:
         activations: The list.
@@ -109,7 +109,7 @@ class Seen(TorchFunctionMode):
                 entered = entered.clone()
             before = None if entered is None else func(entered, *args[1:], **options)
             result = func(*args, **kwargs)
-            self.activations.append(result if before is None else before)
+            self.activations.append(result.clone() if before is None else before)  # the net may change it in place
             return result
         result = func(*args, **kwargs)
         if func in POOLINGS and self.before_pooling and isinstance(result, Tensor):
