@@ -179,7 +179,7 @@ def test_randk() -> None:
 
 def test_qsgd() -> None:
     n, x = 200, GAUSS[:50]
-    qsgd = QSGD(4, None, 1.0)
+    qsgd = QSGD(4, None)
     a = 4 * x.abs() / x.norm()
     levels = torch.stack([qsgd.encode(x, torch.full_like(x, (i + 0.5) / n))[1] for i in range(n)]) - 4
     assert torch.equal(levels, levels.round()) and levels.abs().max() <= 4
@@ -190,13 +190,13 @@ def test_qsgd() -> None:
     assert torch.equal(c(qsgd, torch.zeros(7), torch.zeros(7)), torch.zeros(7))
     unit = 2 * torch.eye(5, dtype=torch.float64)[3]
     for drawn in (0.0, 0.5, 1 - 1e-12):
-        assert torch.equal(c(QSGD(15, 3, 1.0), unit, torch.full_like(unit, drawn)), unit)
+        assert torch.equal(c(QSGD(15, 3), unit, torch.full_like(unit, drawn)), unit)
     assert torch.equal(qsgd.encode(x, torch.zeros_like(x))[1] - 4, x.sign() * a.ceil())
     assert torch.equal(qsgd.encode(x, torch.full_like(x, 1 - 1e-15))[1] - 4, x.sign() * a.floor())
     for number in range(200):  # the norm of one number is rounded
         tiny = torch.rand(1, generator=torch.Generator().manual_seed(number)) * 1e-20
-        assert int(QSGD(15, 1, 1.0).encode(tiny, torch.zeros(1))[1]) <= 30
-    assert QSGD(15, 512, 1.0).widths(D, 32) == [(3, 32), (D, 5)]
+        assert int(QSGD(15, 1).encode(tiny, torch.zeros(1))[1]) <= 30
+    assert QSGD(15, 512).widths(D, 32) == [(3, 32), (D, 5)]
 
 
 def test_sign() -> None:
@@ -208,7 +208,7 @@ def test_sign() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "method", [TopK(0.1), RandK(0.1, True), QSGD(15, 512, 2.0), QSGD(1, None, 1.0), QSGD(300, 7, 1.0), Sign()]
+    "method", [TopK(0.1), RandK(0.1, True), QSGD(15, 512, True), QSGD(1, None), QSGD(300, 7), Sign()]
 )
 def test_codes(method: Compressor, dtype: torch.dtype) -> None:
     """Bytes are as many as the bits that are counted, and the other side makes the same vector of them, to the bit."""
@@ -253,7 +253,7 @@ def test_variates_stay_the_mean(algorithm: Any, options: dict[str, Any], golden:
 
 
 @pytest.mark.sampled(quick=3, slow=2)
-@pytest.mark.parametrize("options", METHODS[:4], ids=NAMES[:4])
+@pytest.mark.parametrize("options", [*METHODS[:4], METHODS[6]], ids=[*NAMES[:4], NAMES[6]])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_personal_weights_are_left_out(options: dict[str, Any], engine: Any, golden: Golden) -> None:
     """Lengths, places, norms and residuals are those of the weights that travel."""

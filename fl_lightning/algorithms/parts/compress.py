@@ -81,11 +81,16 @@ class QSGD(Compressor):
     Args:
         levels: s.
         bucket: Numbers of a bucket; None: all.
-        shrink: Divisor of the decoded vector.
+        shrinks: Whether the decoded vector is divided by 1 + omega.
     """
 
-    def __init__(self, levels: int, bucket: int | None, shrink: float) -> None:
-        self.levels, self.bucket, self.shrink = levels, bucket, shrink
+    def __init__(self, levels: int, bucket: int | None, shrinks: bool = False) -> None:
+        self.levels, self.bucket, self.shrinks = levels, bucket, shrinks
+
+    def omega(self, d: int) -> float:
+        """Returns the bound on the variance of ``d`` numbers, over their square norm."""
+        B = min(self.bucket or d, d)
+        return float(min(B / self.levels**2, B**0.5 / self.levels))
 
     def widths(self, d: int, bits: int) -> Widths:
         return [(-(-d // (self.bucket or d)), bits), (d, (2 * self.levels).bit_length())]
@@ -102,7 +107,7 @@ class QSGD(Compressor):
 
     def decode(self, code: Code, d: int, drawn: Tensor) -> Tensor:
         y = code[0].unsqueeze(-1) * self._buckets(code[1] - self.levels) / self.levels
-        return y.flatten(-2)[..., :d] / self.shrink
+        return y.flatten(-2)[..., :d] / (1 + self.omega(d) if self.shrinks else 1.0)
 
     def _buckets(self, v: Tensor) -> Tensor:
         """Returns a vector ``(..., d)`` as ``(..., buckets, size)``, with zeros at its end."""
@@ -183,14 +188,14 @@ class Compress(Part):
 
     def bind(self, flat: FlatSpec) -> Part:
         """Returns a part for this layout; one that does nothing if all numbers travel."""
-        bound, s, setting, B = copy(self), self.levels, self.error_feedback, min(self.bucket or flat.d, flat.d)
-        omega = min(B / s**2, B**0.5 / s) if self.method == "qsgd" else 0.0
+        bound, setting = copy(self), self.error_feedback
+        omega = QSGD(self.levels, self.bucket).omega(flat.d) if self.method == "qsgd" else 0.0
         problem = f"qsgd's variance may be {omega:.3g} times the square; give true or false, or more levels"
         require(setting is not None or omega <= 2, f"{KEY}: error_feedback", "null", problem)
         bound.error_feedback = feedback = self.method != "qsgd" if setting is None else setting
         top = TopK(self.rate)
         methods = {"topk": top, "randk": RandK(self.rate, not feedback), "sign": Sign()}
-        bound.compressor = methods.get(self.method) or QSGD(s, self.bucket, 1 + omega if feedback else 1.0)
+        bound.compressor = methods.get(self.method) or QSGD(self.levels, self.bucket, feedback)
         return Part() if "rate" in SETTINGS[self.method] and top.k(flat.d) == flat.d else bound
 
     def attach(self, objective: Any) -> None:
