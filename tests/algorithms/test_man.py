@@ -246,6 +246,10 @@ class Own(FedAvg):
         (lambda: FedAvg(DigitsMLP(), parts=[MAN(layers=["nothing"])]), r"model\.parts: MAN: layers"),
         (lambda: Own(DigitsMLP(), parts=[MAN()]), r"MAN: Own has a training_step of its own, .* define losses$"),
         (lambda: term(nn.Linear(2, 2), torch.ones(1, 2)), r"Linear calls no activation function; name its layers"),
+        (
+            lambda: term(nn.Sequential(nn.LSTM(2, 2)), torch.ones(1, 2), layers=["0"]),
+            r"MAN: layers: LSTM returns a tuple; name modules that return one tensor$",
+        ),
         (lambda: MAN(-1.0), r"zeta = -1"),
     ],
 )

@@ -42,7 +42,7 @@ class MAN(Part):
             are the same, and nets of this package have this order, as it is faster; the published nets have the other.
 
     Raises:
-        UserError: If a name matches no module, or the net calls no activation function.
+        UserError: If a name matches no module, or one that returns no tensor; if the net calls no activation function.
     """
 
     def __init__(self, zeta: NonNegative = 0.15, layers: list[str] | None = None, before_pooling: bool = True) -> None:
@@ -73,11 +73,16 @@ class MAN(Part):
             squares = [a.to(torch.promote_types(a.dtype, torch.float32)).square() for a in seen]
             return self.zeta / 2 * sum(by_sample(square, n) for square in squares)  # type: ignore[return-value]
 
+        def see(module: nn.Module, inputs: Any, output: Any) -> None:
+            returned = f"{type(module).__name__} returns a {type(output).__name__}; name modules that return one tensor"
+            ensure(isinstance(output, Tensor), f"{KEY}: layers: {returned}")
+            seen.append(output.clone())
+
         with ExitStack() as stack:
             if self.layers is None:
                 stack.enter_context(Seen(seen, self.before_pooling))
             for module in self._modules(net):
-                stack.enter_context(module.register_forward_hook(lambda _, inputs, output: seen.append(output.clone())))
+                stack.enter_context(module.register_forward_hook(see))
             yield values
 
 
