@@ -127,5 +127,6 @@ from .watched import class_of as class_of
 from .watched import contents_kept as contents_kept
 from .weights import constants as constants
 from .weights import digest as digest
+from .weights import load_buffers as load_buffers
 from .weights import load_constants as load_constants
 from .weights import moving_buffers as moving_buffers

@@ -184,6 +184,14 @@ def load_constants(net: nn.Module, values: Mapping[str, Tensor], key: str) -> No
         constant.copy_(values[name])
 
 
+def load_buffers(net: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Writes values of a net's buffers into it, by name; one that has another shape, as a cache may, stays."""
+    for name, buffer in net.named_buffers():
+        value = values.get(name, buffer).to(buffer)
+        if value.shape == buffer.shape and not torch.equal(value, buffer):  # an expanded one takes no copy
+            buffer.copy_(value)
+
+
 def digest(values: Mapping[str, Tensor]) -> str:
     """Returns a hash of names, shapes and values, the same in each precision that holds them; "" if there are none."""
     hasher = hashlib.sha256()

@@ -17,6 +17,7 @@ from fl_lightning.core import (
     ensure,
     generator,
     generators,
+    load_buffers,
     numpy_generator,
 )
 from fl_lightning.data import FederatedDataModule, Minibatches, MinibatchTable
@@ -88,10 +89,12 @@ class Experiment:
         # every process gets the values of rank 0, through the CPU: what is broadcast keeps the device of rank 0
         for value in frozen.values() if self.fabric.world_size > 1 else ():
             value.copy_(self.fabric.broadcast(value.cpu()))
+        if self.fabric.world_size > 1:
+            load_buffers(objective.net, {n: self.fabric.broadcast(b.cpu()) for n, b in objective.net.named_buffers()})
         self.frozen = digest(frozen)
         if (buffers := objective.net_buffers) is not None:
             buffers.take(objective.net)
-            buffers.first = self.fabric.broadcast(buffers.first.cpu()).to(self.fabric.device, self.dtype)
+            buffers.first = buffers.first.to(self.fabric.device, self.dtype)
         self.evaluator = Evaluator(self.fabric, objective, data, self.net, self.dtype, self.seed)
         stragglers = settings.faults.stragglers
         shortens = settings.clock is not None and settings.clock.shortens

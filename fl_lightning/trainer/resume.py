@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fl_lightning.core import State, as_setting, constants, ensure, files, load_constants
+from fl_lightning.core import State, as_setting, constants, ensure, files, load_buffers, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.noise import NoiseKey
@@ -91,6 +91,7 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
         "engine": run.engine_name,
         "noise": None if key is None else {"key": key.secret.hex(), "settings": digest(run, run.engine_name)},
         "buffers": None if buffers is None else buffers.first,
+        "constant_buffers": {name: b.clone() for name, b in net.named_buffers() if name not in net.state_dict()},
         "clients": run.clients.state_dict(pin=pin),
         "elapsed": run.elapsed,
         "records": run.folder.checksums(run.rounds_done),
@@ -169,7 +170,10 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     if clients:
         run.clients.load_state_dict(content["clients"], folder.clients)
     run.clients.w0 = content["clients"]["w0"].to(w0)
+    saved = {name.removeprefix("net."): value for name, value in content["state_dict"].items()}
+    load_buffers(run.objective.net, saved | content["constant_buffers"])
     if buffers is not None:
+        buffers.take(run.objective.net)
         buffers.first = content["buffers"].to(w0)
     _take_noise_key(run, path, content, resume)
     run.restored = {name: value for name, value in content.items() if name != "clients"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,44 @@ def test_other_frozen_parameters_are_refused(done: Path, tmp_path: Path) -> None
     with pytest.raises(SystemExit, match=r"with model\.net \(its frozen parameters\) = \w{32}, this run has \w{32}"):
         cli("fit", "--ckpt_path", ckpt(done), "--trainer.max_rounds=5", option)
     assert sorted(done.rglob("*")) == before
+
+
+class Projected(nn.Module):
+    """A layer on random features, whose order and directions are drawn with the net."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.last, self.cache = nn.Linear(64, 10), nn.Module()
+        self.register_buffer("order", torch.randperm(64), persistent=persistent)
+        self.register_buffer("directions", torch.randn(64, 64), persistent=False)
+        self.register_buffer("zeros", torch.zeros(1).expand(10), persistent=False)
+        self.cache.register_buffer("seen", torch.zeros(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.seen = torch.zeros(len(x))
+        return self.last((x.flatten(1)[:, self.order] @ self.directions).cos()) + self.zeros  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_is_drawn_into_buffers_is_that_of_the_run(persistent: bool, tmp_path: Path) -> None:
+    """A program that does not seed its net draws another one when it goes on, or tests a checkpoint."""
+    data, buffers = Digits(num_clients=6, batch_size=32), "average" if persistent else None
+
+    def made(seed: int, rounds: int, name: str) -> Any:
+        torch.manual_seed(seed)
+        options = {"accelerator": "cpu", "threads": 1, "enable_progress_bar": False, "engine": "sequential"}
+        root = {"default_root_dir": str(tmp_path), "name": name}
+        trainer = FederatedTrainer(max_rounds=rounds, clients_per_round=3, **options, **root)  # type: ignore[arg-type]
+        return trainer, FedAvg(Projected(persistent), buffers=buffers), data  # type: ignore[arg-type]
+
+    trainer, *pair = made(0, 3, "whole")
+    whole = trainer.fit(*pair)
+    trainer, *pair = made(0, 2, "broken off")
+    trainer.fit(*pair)
+    trainer, *pair = made(1, 3, "broken off")
+    assert_same(dict(trainer.fit(*pair, ckpt_path="last").server), dict(whole.server))
+    trainer, *pair = made(2, 3, "whole")
+    assert trainer.test(*pair, ckpt_path="last")["server/test/loss"] == whole.metrics["server/test/loss"]
 
 
 class Tied(nn.Sequential):
