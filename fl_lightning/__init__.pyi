@@ -60,6 +60,7 @@ from .algorithms.parts.local_optimizer import Cosine as Cosine
 from .algorithms.parts.local_optimizer import Cyclic as Cyclic
 from .algorithms.parts.local_optimizer import LocalOptimizer as LocalOptimizer
 from .algorithms.parts.local_optimizer import Poly as Poly
+from .algorithms.parts.local_optimizer import Schedule as Schedule
 from .algorithms.parts.man import MAN as MAN
 from .algorithms.parts.personal import Ditto as Ditto
 from .algorithms.parts.personal import Personal as Personal
@@ -167,6 +168,7 @@ from .trainer.participation.faults import Corrupt as Corrupt
 from .trainer.participation.faults import Faults as Faults
 from .trainer.participation.faults import Stragglers as Stragglers
 from .trainer.participation.samplers import BernoulliSampler as BernoulliSampler
+from .trainer.participation.samplers import CohortSampler as CohortSampler
 from .trainer.participation.samplers import ReplaySampler as ReplaySampler
 from .trainer.participation.samplers import UniformSampler as UniformSampler
 from .trainer.trainer import FederatedTrainer as FederatedTrainer

@@ -40,7 +40,7 @@ from fl_lightning import (
 )
 from fl_lightning.core import ClientContext, DivergenceError, State, to_radius
 from fl_lightning.trainer import parallel_runs
-from fl_lightning.trainer.participation.samplers import CohortSampler
+from fl_lightning.trainer.participation.samplers import CohortSampler, draw
 from fl_lightning.trainer.run import Run
 from tests.integration.test_identities import DUALS
 from tests.problem import Golden
@@ -97,6 +97,19 @@ def test_a_sampler_that_draws_something_else_again_is_refused(golden: Golden, tm
     with pytest.raises(UserError, match=r"trainer.sampler = Drifting: gives another cohort of round 0 when .* again"):
         golden.run(FedAvg(golden.net()), sampler=Drifting())
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("drawn", [None, 3, "ab", [[0, 1]], [0, 0], [0, 3], np.eye(2), np.array(1)])
+def test_what_is_no_cohort_is_refused(drawn: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"trainer\.sampler = Given: gives .* in round 2; give different ids from 0 to 2"
+    ):
+        draw(type("Given", (CohortSampler,), {"__call__": lambda *_: drawn})(), 2, 3, 0)
+
+
+@pytest.mark.parametrize("drawn", [(2, 0), np.array([2, 0]), torch.tensor([2, 0])])
+def test_a_cohort_may_be_an_array(drawn: Any) -> None:
+    assert draw(type("Given", (CohortSampler,), {"__call__": lambda *_: drawn})(), 2, 3, 0) == [2, 0]
 
 
 @pytest.mark.sampled(quick=9, slow=2, start=1)

@@ -2,9 +2,12 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+
+import numpy as np
+from torch import Tensor
 
 from fl_lightning.core import (
     Checked,
@@ -14,6 +17,7 @@ from fl_lightning.core import (
     UserError,
     ensure,
     fits,
+    folded,
     numpy_generator,
     require,
 )
@@ -44,15 +48,17 @@ def draw(sampler: CohortSampler, t: int, m: int, seed: int) -> list[int]:
     """Returns the cohort of round ``t``, checked: a sampler may be the user's own.
 
     Raises:
-        UserError: If an id occurs twice or is not the id of a client.
+        UserError: If it is no list, array or tensor of ids, or an id occurs twice or is not the id of a client.
     """
-    cohort = sampler(t, m, seed)
+    drawn: Any = sampler(t, m, seed)
+    cohort = drawn.tolist() if isinstance(drawn, np.ndarray | Tensor) else drawn
     ensure(
-        len({*cohort}) == len(cohort)
+        isinstance(cohort, Collection)
         and all(type(k) is int or fits(k, int) for k in cohort)
+        and len({*cohort}) == len(cohort)
         and (not cohort or (min(cohort) >= 0 and max(cohort) < m)),
-        f"trainer.sampler = {type(sampler).__name__}: gives {cohort!s:.60} in round {t}; give different ids from 0 to "
-        f"{m - 1}",
+        f"trainer.sampler = {type(sampler).__name__}: gives {folded(drawn, 60)} in round {t}; give different ids "
+        f"from 0 to {m - 1}",
     )
     return [int(k) for k in cohort]
 
