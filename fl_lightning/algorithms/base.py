@@ -38,6 +38,7 @@ from fl_lightning.core import (
     ensure,
     moving_buffers,
     unchanged,
+    unregistered,
     weights,
 )
 
@@ -144,6 +145,11 @@ class LocalObjective(Composed, SupervisedModule):
             remedy = "register it in the net as well, or set its requires_grad to False"
             warn(f"model.{path} stays as it is: only parameters of model.net are trained; {remedy}", stacklevel=2)
             parameter.requires_grad_(False)
+        for path in unregistered(self.net):
+            remedy = "hold it in a ModuleList, ParameterList or a dict of these, or set its requires_grad to False"
+            warn(
+                f"model.net.{path} stays as it is: torch finds no parameters in a list or dict; {remedy}", stacklevel=2
+            )
         check_owners("client state", [("local training", ["start"]), *local, optimizer])
         check_owners("server state", [("the model", ["w"]), *((label, owner.server_state) for label, owner in owners)])
         check_owners("the upload", [("the context", ["k_lr"]), *((label, owner.up) for label, owner in owners)])

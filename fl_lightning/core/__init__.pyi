@@ -130,3 +130,4 @@ from .weights import digest as digest
 from .weights import load_buffers as load_buffers
 from .weights import load_constants as load_constants
 from .weights import moving_buffers as moving_buffers
+from .weights import unregistered as unregistered

@@ -150,6 +150,19 @@ def moving_buffers(net: nn.Module) -> list[str]:
         ]
 
 
+def unregistered(net: nn.Module) -> list[str]:
+    """Returns the paths of lists and dicts in a net whose layers or parameters would train if torch saw them there."""
+    registered, paths = {id(p) for p in net.parameters()}, list[str]()
+    for name, module in net.named_modules():
+        for key, value in vars(module).items():
+            entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            held = [p for x in entries if isinstance(x, nn.Module) for p in x.parameters()]
+            held += [x for x in entries if isinstance(x, nn.Parameter)]
+            if any(p.requires_grad and id(p) not in registered for p in held):
+                paths.append(f"{name}.{key}".lstrip("."))
+    return paths
+
+
 def constants(net: nn.Module) -> dict[str, Tensor]:
     """Returns the entries of a net's ``state_dict()`` that training does not change; empty if no parameter is frozen.
 

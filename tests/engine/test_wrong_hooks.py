@@ -949,10 +949,23 @@ class InAList(nn.Module):
 
 @pytest.mark.parametrize("engine", ["sequential", "batched", "graphed"])
 def test_a_parameter_in_a_list_stays_as_it_is(engine: str, tmp_path: Path) -> None:
-    objectives = [FedAvg(net=net, optimizer=SGD(0.1)) for net in (InAList(), Small())]
+    with pytest.warns(UserWarning, match=r"model\.net\.scales stays as it is: torch finds no parameters in a list or"):
+        objectives = [FedAvg(net=net, optimizer=SGD(0.1)) for net in (InAList(), Small())]
     first, second = (train(tmp_path, objective, engine, max_rounds=2) for objective in objectives)
     assert not first.server.w.requires_grad
     torch.testing.assert_close(first.server.w, second.server.w, rtol=1e-9, atol=1e-12)
+
+
+def test_layers_in_a_list_are_a_warning_unless_the_net_has_them() -> None:
+    net = Small()
+    net[0].__dict__["hidden"] = {"own": nn.Linear(2, 2)}
+    with pytest.warns(UserWarning, match=r"model\.net\.0\.hidden stays as it is"):
+        FedAvg(net=net)
+    net[0].hidden["own"].requires_grad_(False)
+    net.__dict__["known"] = [*net]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FedAvg(net=net)
 
 
 class Distilling(LocalObjective):
