@@ -149,13 +149,14 @@ def _close(run: Run, status: str) -> None:
 
 @contextmanager
 def transaction(run: Run) -> Iterator[None]:
-    """Does a round completely or not at all: an error restores the run and its callbacks.
+    """Does a round completely or not at all: an error restores the run, its callbacks, and the model's settings.
 
     If the round's checkpoint has been written, the run stays after the round.
     """
     check_interruption()
     run.objective.flat.check(run.objective.net)
     run.before = run.state, [callback.state_dict() for callback in run.callbacks]
+    settings = run.objective.named_settings()
     try:
         yield
     except BaseException:
@@ -169,5 +170,7 @@ def transaction(run: Run) -> Iterator[None]:
             for callback, callback_state in zip(run.callbacks, callback_states, strict=True):
                 if callback_state:
                     callback.load_state_dict(callback_state)
+            for name, value in settings.items() - run.objective.named_settings().items():
+                run.objective.change_setting(name, value)
         raise
     run.clients.commit()

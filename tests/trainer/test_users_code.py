@@ -436,6 +436,24 @@ def test_a_callbacks_setting_acts_on_its_run_among_parallel_ones(
         assert torch.allclose(one.server.w, other.server.w, rtol=0, atol=1e-12)
 
 
+class BreaksOff(Callback):
+    """Ends a run in the middle of a hook, as Ctrl-C in a long measurement does."""
+
+    def on_round_end(self, run: Run) -> None:
+        if run.rounds_done == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_setting_is_that_of_the_last_whole_round(tmp_path: Path) -> None:
+    whole = fit(FedSAM(net(), rho=0.4), tmp_path / "whole", Halves(0.5))
+    first = FedSAM(net(), rho=0.4)
+    with pytest.raises(KeyboardInterrupt):
+        fit(first, tmp_path / "resumed", Halves(0.5), BreaksOff())
+    assert first.ascent.rho == 0.2
+    resumed = trainer(tmp_path / "resumed", Halves(0.5)).fit(FedSAM(net(), rho=0.4), data(), ckpt_path="last")
+    assert torch.equal(resumed.server.w, whole.server.w)
+
+
 class Strengthens(Callback):
     def on_round_end(self, run: Run) -> None:
         run.objective.parts[0].mu = float(run.seed)  # type: ignore[attr-defined]
