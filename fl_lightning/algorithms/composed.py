@@ -26,6 +26,7 @@ class Composed(Hooks):
 
     config_key: ClassVar[str]
     flat: FlatSpec
+    net: nn.Module
     loss: nn.Module
     optimizer: LocalOptimizer
     averaging: Averaging | None
@@ -57,12 +58,16 @@ class Composed(Hooks):
         return *self._owners, self.optimizer, self.loss
 
     def named_settings(self) -> dict[str, Any]:
-        """Returns the numbers and text among the attributes of the objective and its parts, by owner and name."""
-        attributes = ((f"{i}.{name}", v) for i, owner in enumerate(self.configured) for name, v in vars(owner).items())
+        """Returns the plain attributes of the objective and its parts: numbers, text, tensors, and tuples of these.
+
+        They are named by owner and attribute.
+        """
+        owners = [(i, owner) for i, owner in enumerate(self.configured) if owner is not self.net_buffers]
         return {
-            name: v
-            for name, v in attributes
-            if isinstance(v, bool | int | float | str) and not name.endswith(".training") and "._" not in name
+            f"{i}.{name}": v
+            for i, owner in owners
+            for name, v in vars(owner).items()
+            if _is_plain(v) and name != "training" and name[0] != "_"
         }
 
     def local_settings(self) -> dict[str, Any]:
@@ -85,7 +90,7 @@ class Composed(Hooks):
     def change_setting(self, name: str, value: Any) -> None:
         """Changes one of the `named_settings`."""
         i, _, attribute = name.partition(".")
-        setattr(self.configured[int(i)], attribute, value)
+        setattr(self.configured[int(i)], attribute, _moved(value, next(self.net.parameters()).device))
 
     def client_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that a client keeps."""
@@ -239,6 +244,28 @@ class Composed(Hooks):
             client: The client's state between rounds.
         """
         return through((part.client_model for part in self.all_parts), w, client)
+
+
+def same_setting(one: Any, other: Any) -> bool:
+    """Returns whether two values of a plain attribute are equal, see `Composed.named_settings`."""
+    tensors = [isinstance(value, Tensor) for value in (one, other)]
+    if any(tensors):
+        same_type = all(tensors) and one.dtype == other.dtype
+        return one is other or (same_type and torch.equal(one.cpu(), other.cpu()))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same_setting, one, other))
+    return bool(one == other)
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else isinstance(value, bool | int | float | str | Tensor)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Returns a plain attribute with its tensors on a device."""
+    if type(value) is tuple:
+        return tuple(_moved(entry, device) for entry in value)
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _all_of(masks: Iterable[Tensor | None]) -> Tensor | None:

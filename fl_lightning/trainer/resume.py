@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fl_lightning.algorithms.composed import same_setting
 from fl_lightning.core import State, as_setting, constants, ensure, files, load_buffers, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
@@ -86,7 +87,7 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
         "settings": {
             n: [first[n], current]
             for n, current in objective.named_settings().items()
-            if n in first and first[n] != current
+            if n in first and not same_setting(first[n], current)
         },
         "engine": run.engine_name,
         "noise": None if key is None else {"key": key.secret.hex(), "settings": digest(run, run.engine_name)},
@@ -147,7 +148,7 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     )
     _ = run.config  # that of the settings that were given
     for name, (first, saved) in content["settings"].items():
-        if run.first_settings.get(name) == first:  # else the user gives another one
+        if same_setting(run.first_settings.get(name), first):  # else the user gives another one
             run.objective.change_setting(name, saved)
     _check_identity(path, content["identity"], _identity(run) if clients else _model_identity(run))
     frozen = {"model.net (its frozen parameters)": content["frozen"]}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from fl_lightning.algorithms.composed import same_setting
 from fl_lightning.core import UserError, disk_error, folded
 from fl_lightning.trainer import resume
 from fl_lightning.trainer.run import Run
@@ -170,7 +171,8 @@ def transaction(run: Run) -> Iterator[None]:
             for callback, callback_state in zip(run.callbacks, callback_states, strict=True):
                 if callback_state:
                     callback.load_state_dict(callback_state)
-            for name, value in settings.items() - run.objective.named_settings().items():
-                run.objective.change_setting(name, value)
+            for name, value in run.objective.named_settings().items():
+                if name in settings and not same_setting(settings[name], value):
+                    run.objective.change_setting(name, settings[name])
         raise
     run.clients.commit()

@@ -454,6 +454,42 @@ def test_a_setting_is_that_of_the_last_whole_round(tmp_path: Path) -> None:
     assert torch.equal(resumed.server.w, whole.server.w)
 
 
+class Scales(FedAvg):
+    """Scales each step by what plain attributes hold."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale, self.pair = torch.tensor(1.0, dtype=torch.float64), (1, (torch.tensor(1.0), "x"))
+
+    def local_step(self, w: Tensor, grad: Any, client: State, received: State, ctx: Any) -> Any:
+        return self.scale * self.pair[1][0] * grad(w), client
+
+
+class Shrinks(Callback):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_round_end(self, run: Run) -> None:
+        if self.name == "pair":
+            run.objective.pair = (run.rounds_done, (run.objective.pair[1][0] / 2, "x"))  # type: ignore[attr-defined]
+        else:
+            run.objective.scale = run.objective.scale / 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+@pytest.mark.parametrize("name", ["scale", "pair"])
+def test_a_checkpoint_has_tensors_and_tuples_that_a_callback_has_changed(
+    name: str, engine: Any, tmp_path: Path
+) -> None:
+    whole = fit(Scales(net=net()), tmp_path / "whole", Shrinks(name), engine=engine)
+    with pytest.raises(KeyboardInterrupt):
+        fit(Scales(net=net()), tmp_path / "resumed", Shrinks(name), BreaksOff(), engine=engine)
+    again = trainer(tmp_path / "resumed", Shrinks(name), engine=engine)
+    resumed = again.fit(Scales(net=net()), data(), ckpt_path="last")
+    assert torch.equal(resumed.server.w, whole.server.w)
+    assert not torch.equal(whole.server.w, fit(Scales(net=net()), tmp_path / "plain", engine=engine).server.w)
+
+
 class Strengthens(Callback):
     def on_round_end(self, run: Run) -> None:
         run.objective.parts[0].mu = float(run.seed)  # type: ignore[attr-defined]
