@@ -140,8 +140,6 @@ def load(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"ckpt_path = {path}: damaged, or not a checkpoint of fl_lightning ({error}); {REMEDY}"
         ) from None
-    if isinstance(content, dict):
-        content = {"constant_buffers": {}} | content  # a checkpoint of an earlier version has none
     wrong = {name for name, right in FORM.items() if not fits(content, {name: right})}
     ensure(
         not wrong, f"ckpt_path = {path}: not a whole checkpoint of fl_lightning ({', '.join(sorted(wrong))}); {REMEDY}"
