@@ -5,6 +5,7 @@ from functools import cached_property, reduce
 from typing import Any, ClassVar
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.hooks import Hooks
@@ -90,7 +91,7 @@ class Composed(Hooks):
     def change_setting(self, name: str, value: Any) -> None:
         """Changes one of the `named_settings`."""
         i, _, attribute = name.partition(".")
-        setattr(self.configured[int(i)], attribute, _moved(value, next(self.net.parameters()).device))
+        setattr(self.configured[int(i)], attribute, move_data_to_device(value, next(self.net.parameters()).device))
 
     def client_inits(self) -> dict[str, Init]:
         """Returns the initial values of all state that a client keeps."""
@@ -259,13 +260,6 @@ def same_setting(one: Any, other: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if type(value) is tuple else isinstance(value, bool | int | float | str | Tensor)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Returns a plain attribute with its tensors on a device."""
-    if type(value) is tuple:
-        return tuple(_moved(entry, device) for entry in value)
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _all_of(masks: Iterable[Tensor | None]) -> Tensor | None:

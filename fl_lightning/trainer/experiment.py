@@ -86,11 +86,12 @@ class Experiment:
         objective.flat.check(objective.net)
         objective.to(device=self.fabric.device, dtype=self.dtype)
         self.net, frozen = FlatNet(objective.net), constants(objective.net)
-        # every process gets the values of rank 0, through the CPU: what is broadcast keeps the device of rank 0
-        for value in frozen.values() if self.fabric.world_size > 1 else ():
-            value.copy_(self.fabric.broadcast(value.cpu()))
         if self.fabric.world_size > 1:
-            load_buffers(objective.net, {n: self.fabric.broadcast(b.cpu()) for n, b in objective.net.named_buffers()})
+            # every process gets the values of rank 0, through the CPU: what is broadcast keeps the device of rank 0
+            for value in frozen.values():
+                value.copy_(self.fabric.broadcast(value.cpu()))
+            others = [(name, buffer) for name, buffer in objective.net.named_buffers() if name not in frozen]
+            load_buffers(objective.net, {name: self.fabric.broadcast(buffer.cpu()) for name, buffer in others})
         self.frozen = digest(frozen)
         if (buffers := objective.net_buffers) is not None:
             buffers.take(objective.net)

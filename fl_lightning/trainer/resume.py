@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fl_lightning.algorithms.composed import same_setting
-from fl_lightning.core import State, as_setting, constants, ensure, files, load_buffers, load_constants
+from fl_lightning.core import State, as_setting, below, constants, ensure, files, load_buffers, load_constants
 from fl_lightning.engine import EngineName
 from fl_lightning.results.configs import flatten
 from fl_lightning.trainer.aggregation.noise import NoiseKey
@@ -70,11 +70,12 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
     objective, buffers, first = run.objective, run.objective.net_buffers, run.first_settings
     key = run.aggregation.noise_key
     values, net = objective.flat.split(run.global_model.cpu()), objective.net
+    entries = net.state_dict()
     names = {p: name for name, p in net.named_parameters()}  # the first one of each that layers share
     trained = {name: values[names[p]] for name, p in net.named_parameters(remove_duplicate=False) if names[p] in values}
     if buffers is not None:
         named = buffers.named(run.server.get("buffers", buffers.first))
-        trained |= {name: v for name, v in named.items() if name in net.state_dict()}
+        trained |= {name: v for name, v in named.items() if name in entries}
     return {
         # what LightningModule.load_from_checkpoint reads
         "pytorch-lightning_version": provenance.versions()["lightning"],
@@ -92,7 +93,7 @@ def _about(run: Run, pin: bool | Path) -> dict[str, Any]:
         "engine": run.engine_name,
         "noise": None if key is None else {"key": key.secret.hex(), "settings": digest(run, run.engine_name)},
         "buffers": None if buffers is None else buffers.first,
-        "constant_buffers": {name: b.clone() for name, b in net.named_buffers() if name not in net.state_dict()},
+        "constant_buffers": {name: b.clone() for name, b in net.named_buffers() if name not in entries},
         "clients": run.clients.state_dict(pin=pin),
         "elapsed": run.elapsed,
         "records": run.folder.checksums(run.rounds_done),
@@ -171,8 +172,7 @@ def restore(run: Run, ckpt_path: str, resume: bool = True, clients: bool = True)
     if clients:
         run.clients.load_state_dict(content["clients"], folder.clients)
     run.clients.w0 = content["clients"]["w0"].to(w0)
-    saved = {name.removeprefix("net."): value for name, value in content["state_dict"].items()}
-    load_buffers(run.objective.net, saved | content["constant_buffers"])
+    load_buffers(run.objective.net, below("net", content["state_dict"]) | content["constant_buffers"])
     if buffers is not None:
         buffers.take(run.objective.net)
         buffers.first = content["buffers"].to(w0)
