@@ -51,7 +51,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/pip
 	@touch $(VENV)/.installed $@
 
 # Flower pins old versions of what others need new: two small environments that find all else in the main one
-flower-env: .venv-flower/.installed ## Make .venv-flower: Flower in its lowest and in its newest version, for the slow tests
+flower-env: .venv-flower/.installed ## Make .venv-flower: Flower in its lowest and in its newest version, for the slow and the long tests
 
 .venv-flower/.installed: pyproject.toml | $(VENV)/.installed-dev
 	@for each in lowest newest; do $(RUN) venv --clear .venv-flower/$$each && $(BIN)/python -c \
@@ -70,7 +70,7 @@ test: dev ## Run the quick tests
 test-slow: dev flower-env ## Run the slow tests and the notebooks
 	$(TEST) -n $(JOBS) -m "slow and not long" --durations 40 --nbmake tests notebooks
 
-test-long: dev ## Run what both leave out: every case of the tests with very many cases, the longest pages and runs
+test-long: dev flower-env ## Run what both leave out: every case of the tests with very many cases, the longest pages and runs
 	$(TEST) -n $(JOBS) -m long --durations 40 tests
 
 test-all: test test-slow test-long ## Run everything
