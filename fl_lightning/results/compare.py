@@ -37,6 +37,7 @@ class Group:
         left_out: Folders of other runs with the same config and a seed of these.
         settings: The settings that tell it from the other groups, by a short name; see `telling`.
         named: Whether a reader has named it.
+        last: Rounds at the end over which measures of flatness are averaged; None: the last measurement counts.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Group:
     left_out: list[Path] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     named: bool = False
+    last: int | None = None
 
     @property
     def title(self) -> str:
@@ -146,6 +148,7 @@ def compare(
             runs=[summarise(folder, last, target, metric, mode) for folder in group.values()],
             left_out=left_out.get(key, []),
             settings={end: texts[setting][config.get(setting)] for end, setting in keys.items()},
+            last=last,
         )
         for name, config, (key, group) in zip(ends, configs, members.items(), strict=True)
     ]

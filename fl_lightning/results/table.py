@@ -149,13 +149,14 @@ def columns(groups: Sequence[Group], reference: Group | None = None) -> list[Col
         Column("final", "final", "final", mode),
     ]
     shown = [replace(column, fraction=fraction) for column in shown]
+    over = f", {window([last])}" if (last := groups[0].last) else ""
     registered = [entry.name.format(leaf) for entry in METRICS if entry.key]
     for entry in (known(name + end) for name in registered for end in ("", "_all")):  # lambda_max_all: of all clients
         if is_of_clients(entry.name):
             best = None if entry.name.endswith("_gap") else mode_of(entry.name, None, directions)  # no sign is better
             shown.append(Column(entry.key, entry.title, entry.name, best, ",.4f", 1.0, entry.unit == "fraction", True))
         else:
-            shown.append(Column(entry.key, entry.title, entry.name, form=",.4g", spread=True))
+            shown.append(Column(entry.key, entry.title + over, entry.name, form=",.4g", spread=True))
     base = reference or groups[0]
     shown += [
         c

@@ -107,7 +107,7 @@ class Flight:
         while True:
             period, tick = self.rule.period_s, inf
             if period is not None and self.arrived:  # the first one after the first arrival
-                tick = ceil(self.arrived[0].end / period) * period
+                tick = ceil(self.arrived[0].end / period * (1 - 1e-12)) * period  # 4.9 / 0.7 is above 7
                 ensure(
                     len(self.arrived) <= UPLOADS,
                     f"trainer.asynchronous.period_s = {period:g}: more than {UPLOADS:,} uploads arrive in one period; "

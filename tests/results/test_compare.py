@@ -380,7 +380,10 @@ def test_flatness_and_directions(runs: list[Path], tmp_path: Path) -> None:
     flat = configured(tmp_path / "flat", {6: 0.8}, lr=2.0, lambdas={2: 3.0, 4: 1.0, 6: 2.0})
     groups = compare([sharp, flat, runs[0]], last=3)
     (column,) = [c for c in columns(groups) if c.key == "lambda_max"]
-    assert column.head == "lambda_max ↓" and column.statistic == "flatness/lambda_max"
+    assert column.head == "lambda_max, last 3 ↓" and column.statistic == "flatness/lambda_max"
+    final = compare([sharp, flat])
+    (at_end,) = [c for c in columns(final) if c.key == "lambda_max"]
+    assert (at_end.head, [cell(g, at_end, final, Markup()) for g in final]) == ("lambda_max ↓", ["4", "2"])
     assert [cell(g, column, groups, Markup(best="<{}>")) for g in groups] == ["5", "<1.5>", ""]
     assert cell(groups[0], columns(groups)[0], groups, Markup(best="<{}>")) == "<0.9000>"
     one, two = compare([sharp, flat], target=3.0, metric="flatness/lambda_max", last=3)

@@ -263,6 +263,9 @@ def test_steps_by_time(tmp_path: Path) -> None:
     assert landed == [("0", 1), ("2", 1.6), ("1", 1.7), ("2", 2.3), ("0", 2.6), ("1", 4)]
     often = train(tmp_path, SemiSynchronous(1e-9, 2), rounds=4)
     assert column(often, "clock/time_s") == pytest.approx([1, 1.6, 1.7, 2.3])
+    # an arrival at 4.9 lies on the seventh tick, though 4.9 / 0.7 is just above 7
+    on_tick = train(tmp_path, SemiSynchronous(0.7, 2), rounds=1, durations=[4.9 * d for d in DURATIONS])
+    assert column(on_tick, "clock/time_s") == pytest.approx([4.9])
     with pytest.raises(
         UserError, match=r"^trainer\.asynchronous\.period_s = 1e\+12: more than 10,000 uploads .* fewer"
     ):
