@@ -163,11 +163,8 @@ def compare(
         ]
     for folder, summary in ((folder, run) for row in groups for folder, run in zip(row.folders, row.runs, strict=True)):
         if not _ended(folder):
-            planned = settings_of(folder)["trainer.max_rounds"]
-            say(
-                f"not ended: {folder} has {summary.rounds} of {planned} rounds, and counts all the same",
-                file=sys.stderr,
-            )
+            done = f"{summary.rounds} of {settings_of(folder)['trainer.max_rounds']} rounds"
+            say(f"not ended: {folder} has {done}, and counts all the same", file=sys.stderr)
     return groups
 
 
