@@ -46,7 +46,7 @@ def classes() -> dict[str, list[str]]:
     exported = [getattr(fl_lightning, name) for name in fl_lightning.__all__]
     flags: dict[str, list[str]] = {}
     for kind in [*exported, *Schedule.__subclasses__()]:
-        named = isinstance(kind, type) and issubclass(kind, Checked) and "." in kind.__module__
+        named = isinstance(kind, type) and issubclass(kind, Checked) and kind.__module__.startswith("fl_lightning.")
         if named and not inspect.isabstract(kind) and kind.config_key not in ("{}", "trainer"):
             flags[kind.__name__] = [IN_LISTS.get(kind.config_key, f"--{kind.config_key}={{}}").format(kind.__name__)]
     return {name: ["--trainer.faults=Faults", *args] if "faults." in args[0] else args for name, args in flags.items()}
