@@ -267,7 +267,7 @@ def summarise(
 
 LAMBDA, LOSS = "flatness/lambda_max", "client/train/loss"
 TOLERANCE = 0.01
-"""Relative difference that `LambdaMax` does not resolve, its default ``tol``."""
+"""Relative difference of two lambda_max that says nothing: by default their residuals guarantee no more."""
 
 
 def flatness_verdict(columns: Columns) -> str:
@@ -292,7 +292,6 @@ def flatness_verdict(columns: Columns) -> str:
     if not earlier:
         return f"no verdict, one lambda_max since training loss had halved (round {halved})"
     peak_round, peak = max(earlier, key=lambda pair: pair[1])
-    trend = "flatter" if end < peak else "sharper"
-    if math.isclose(end, peak, rel_tol=TOLERANCE):
-        trend = "neither flatter nor sharper"
+    alike = math.isclose(end, peak, rel_tol=TOLERANCE)
+    trend = "neither flatter nor sharper" if alike else "flatter" if end < peak else "sharper"
     return f"{trend}, lambda_max {end:.4g} (round {last}), from {peak:.4g} (round {peak_round})"

@@ -281,8 +281,8 @@ class CriticalSharpness(Measure):
     - gradient: that of the sample, at the global model. For a quadratic at most λ_max.
     - server: ``(w^t - w^{t+1}) / (η K)``, at w^t; the name ends in ``_server``.
     - clients: ``(w - w_i) / (η K)`` of some clients, at w^t; w is what the client received, beside w^t in a method that
-      sends another point, such as FedGloSS. The name ends in ``_clients`` for the loss of all
-      clients, and in ``_own`` for the client's own: they differ as global and local flatness do.
+      sends another point, such as FedGloSS. The name ends in ``_clients`` for the loss of all clients, and in ``_own``
+      for the client's own: they differ as global and local flatness do.
 
     Over clients it is 2 over the median of η_c, which is 0 where the loss rises at once; the share of these clients is
     ``critical_ascending_clients``, and with half of them or more there is no value. ``critical_moves_...`` is the
